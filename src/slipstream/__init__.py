@@ -1,0 +1,3 @@
+"""slipstream: asynchronous reinforcement learning for Mixture-of-Experts language models."""
+
+__version__ = "0.1.0"

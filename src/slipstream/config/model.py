@@ -1,0 +1,16 @@
+"""[model]: the policy, shared by the trainer and the engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.config.base import Section
+
+
+class ModelConfig(Section):
+    """Which policy to train and serve."""
+
+    path: Path
+    """An ordinary HF folder: config.json, *.safetensors, tokenizer.json with a chat template."""
+    seq_len: int = 1024
+    """Longest sequence in tokens (prompt + everything sampled). The engine's context and a limit on every sample."""
