@@ -1,0 +1,11 @@
+"""Kernels. Each has a reference in plain torch and chooses by itself: the native C version (`native.c`, compiled at first use)
+serves fp32 on the CPU when no gradient is wanted; everything else (training, bf16, other devices) takes the reference.
+"""
+
+from slipstream.ops.attention import DocLayout, doc_attention, paged_attention, write_kv
+from slipstream.ops.experts import experts
+from slipstream.ops.logprobs import token_logprobs
+from slipstream.ops.norm import rms_norm
+from slipstream.ops.rope import rope
+
+__all__ = ["DocLayout", "doc_attention", "experts", "paged_attention", "rms_norm", "rope", "token_logprobs", "write_kv"]

@@ -1,0 +1,133 @@
+"""Attention over packed documents (training) and over a paged KV cache (serving), with grouped query heads.
+
+It does not allocate blocks and knows no requests. Shapes: T tokens, H query heads, G key/value heads (H is a multiple of G),
+d head features, D documents, S sequences, N blocks, B tokens per block or blocks per sequence, P padded length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.errors import StateError
+
+
+class DocLayout:
+    """Where the documents of a packed row lie: index tensors computed once a row and shared by all layers.
+
+    Documents of about equal length share one batched call: lengths are rounded up to a bucket, the tails are padding that no
+    real query can see (it lies in their future), so no mask is needed.
+    """
+
+    def __init__(self, doc_starts_D: Sequence[int] | np.ndarray | Tensor, device: torch.device | str = "cpu") -> None:
+        """`doc_starts_D`: first token of each document plus the row length: D + 1 ascending values from 0."""
+        starts = np.asarray(doc_starts_D, dtype=np.int64)
+        lengths = np.diff(starts)
+        if len(starts) < 1 or starts[0] != 0 or (lengths < 0).any():
+            raise StateError(f"doc_starts must ascend from 0 to the row length, got {starts.tolist()[:20]}")
+        self.num_tokens = int(starts[-1])
+        self.gathers: list[Tensor] = []
+        """Per bucket [docs, P]: token of each padded place."""
+        padded = np.array([_bucket(int(n)) for n in lengths], dtype=np.int64)
+        place_T, offset = np.zeros(self.num_tokens, dtype=np.int64), 0
+        for size in np.unique(padded[lengths > 0]):
+            docs = np.flatnonzero(padded == size)
+            size = min(int(size), int(lengths[docs].max()))
+            column = np.arange(size)
+            index = starts[docs, None] + np.minimum(column, lengths[docs, None] - 1)
+            real = column < lengths[docs, None]
+            place_T[index[real]] = offset + np.flatnonzero(real.ravel())
+            self.gathers.append(torch.from_numpy(index).to(device))
+            offset += index.size
+        self.place_T = torch.from_numpy(place_T).to(device)
+        """Row of each token in the buckets laid end to end."""
+
+
+Documents: TypeAlias = DocLayout | Sequence[int] | np.ndarray | Tensor
+
+
+def _bucket(length: int) -> int:
+    """Round up to an eighth of the next power of two (at least 8): padding stays below about 1/4, buckets few."""
+    step = max(8, 1 << max(0, length.bit_length() - 3))
+    return -(-length // step) * step
+
+
+def doc_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, docs: Documents, scale: float) -> Tensor:
+    """Causal attention within each document of a packed row; differentiable. `docs` is a `DocLayout` or doc_starts (D + 1 values).
+
+    Build the `DocLayout` once a row: its index tensors serve every layer. Raises StateError when it does not cover T tokens.
+    """
+    layout = docs if isinstance(docs, DocLayout) else DocLayout(docs, q_THd.device)
+    if layout.num_tokens != q_THd.shape[0]:
+        raise StateError(f"doc_starts cover {layout.num_tokens} tokens, but q has {q_THd.shape[0]}")
+    parts = [_bucket_attention(q_THd, k_TGd, v_TGd, gather, scale) for gather in layout.gathers]
+    rows = torch.cat(parts) if parts else torch.zeros_like(q_THd)
+    return rows.index_select(0, layout.place_T)
+
+
+def _bucket_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, gather_DP: Tensor, scale: float) -> Tensor:
+    docs, size = gather_DP.shape
+    flat = gather_DP.flatten()
+    q, k, v = (x.index_select(0, flat).view(docs, size, *x.shape[1:]).transpose(1, 2) for x in (q_THd, k_TGd, v_TGd))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).reshape(docs * size, *q_THd.shape[1:])
+
+
+def paged_attention(
+    q_THd: Tensor,
+    k_cache_NBGd: Tensor,
+    v_cache_NBGd: Tensor,
+    block_table_SB: Tensor,
+    query_starts_S1: Tensor,
+    context_S: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention of new tokens over a paged KV cache that already holds their own keys and values (see `write_kv`).
+
+    Serves one mixed batch: a sequence with one query is decoding, one with more is a prefill chunk. Query i of n of a sequence
+    with c tokens in the cache is the token at position c - n + i and sees positions up to its own.
+    `block_table` int32 [S, max blocks]: block of each B tokens, in order (what lies behind the context is ignored);
+    `query_starts` int32 [S + 1]: first row in `q` of each sequence, then T; `context` int32 [S]: tokens in the cache,
+    queries included. No gradient. Computed in fp32 whatever the dtype of the cache.
+    """
+    return paged_attention_reference(q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, scale)
+
+
+def paged_attention_reference(
+    q_THd: Tensor,
+    k_cache_NBGd: Tensor,
+    v_cache_NBGd: Tensor,
+    block_table_SB: Tensor,
+    query_starts_S1: Tensor,
+    context_S: Tensor,
+    scale: float,
+) -> Tensor:
+    """The same in plain torch, one sequence at a time."""
+    block_tokens, out_THd = k_cache_NBGd.shape[1], torch.empty_like(q_THd)
+    starts, contexts = query_starts_S1.tolist(), context_S.tolist()
+    for s, context in enumerate(contexts):
+        begin, end = starts[s], starts[s + 1]
+        blocks = block_table_SB[s, : -(-context // block_tokens)].long()
+        k, v = (cache[blocks].flatten(0, 1)[:context].float().transpose(0, 1) for cache in (k_cache_NBGd, v_cache_NBGd))
+        q = q_THd[begin:end].float().transpose(0, 1)
+        position = torch.arange(context - (end - begin), context, device=q.device)
+        seen = torch.arange(context, device=q.device) <= position[:, None]
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, scale=scale, enable_gqa=q.shape[0] != k.shape[0])
+        out_THd[begin:end] = out[0].transpose(0, 1).to(q_THd.dtype)
+    return out_THd
+
+
+def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, slots_T: Tensor) -> None:
+    """Store the keys and values of T tokens in place. `slots` int64 [T]: block · block_tokens + offset of each token."""
+    write_kv_reference(k_TGd, v_TGd, k_cache_NBGd, v_cache_NBGd, slots_T)
+
+
+def write_kv_reference(k_TGd: Tensor, v_TGd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, slots_T: Tensor) -> None:
+    """The same in plain torch."""
+    k_cache_NBGd.view(-1, *k_cache_NBGd.shape[2:]).index_copy_(0, slots_T, k_TGd)
+    v_cache_NBGd.view(-1, *v_cache_NBGd.shape[2:]).index_copy_(0, slots_T, v_TGd)
