@@ -125,7 +125,7 @@ class RunConfig(Section):
     envs: tuple[EnvConfig, ...] = Field(min_length=1)
     eval: EvalConfig = EvalConfig()
     sft: SftConfig | None = None
-    """Warm-up on the environments' demonstrations by `slipstream sft` (and by `rl --warm-up`)."""
+    """Warm-up on the environments' demonstrations by `slipstream sft`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property

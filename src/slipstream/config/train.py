@@ -148,5 +148,7 @@ class SftConfig(Section):
     samples_per_step: int = Field(64, ge=1)
     num_demonstrations: int = Field(4096, ge=1)
     """Distinct training tasks to draw demonstrations from."""
+    noise: float = Field(0.0, ge=0, lt=1)
+    """Share of demonstrations with a plausible mistake, as a cheap or weak demonstrator would make."""
     optim: OptimConfig = OptimConfig(lr=1e-3, warmup_steps=20, schedule="cosine")
     log_every: int = Field(10, ge=1)

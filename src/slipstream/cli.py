@@ -1,0 +1,275 @@
+"""The command line: load a run file, call one function.
+
+Every heavy import happens inside the command that needs it, so that `--help`, `summary` and `rollouts` answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.config import RunConfig, load, to_toml
+from slipstream.errors import ConfigError, ModelError, SlipstreamError
+
+app = typer.Typer(
+    help="slipstream: asynchronous reinforcement learning for Mixture-of-Experts language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+Files = Annotated[list[Path], typer.Argument(help="Run files (TOML), later ones win", show_default=False)]
+Sets = Annotated[list[str], typer.Option("--set", "-s", help="Override one key: --set trainer.optim.lr=1e-4", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(help="Run folder, such as runs/quickstart", show_default=False)]
+
+
+def main() -> None:
+    """Entry point: user errors end without a traceback. Exit codes: 0 done, 1 the run failed, 2 mistake in the input."""
+    try:
+        app(standalone_mode=True)
+    except (ConfigError, ModelError) as error:
+        sys.exit(_complain(error, code=2))
+    except SlipstreamError as error:
+        sys.exit(_complain(error, code=1))
+
+
+def _complain(error: SlipstreamError, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def command(example: str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command; its help ends with an example."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        function.__doc__ = f"{function.__doc__}\n\nExample: `{example}`"
+        return app.command(**options)(function)
+
+    return register
+
+
+def role(function: Callable[..., None]) -> Callable[..., None]:
+    """A process that a supervisor starts: it ends with its parent, and its title says what it is."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        import setproctitle
+
+        from slipstream.launch.local import die_with_parent
+
+        setproctitle.setproctitle(f"slipstream {function.__name__}")
+        die_with_parent()
+        function(*args, **kwargs)
+
+    return run
+
+
+# ---- the main job -------------------------------------------------------------------------------------------------
+
+
+@command("slipstream rl configs/quickstart.toml --set name=first --set seed=1")
+def rl(
+    files: Files,
+    sets: Sets = [],  # noqa: B006  typer needs the literal default
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint of this run")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Delete an earlier run of this name first")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and the processes, start nothing")] = False,
+) -> None:
+    """Train a policy: engine, orchestrator and trainer side by side on this machine."""
+    from slipstream.launch import run_folder
+    from slipstream.launch.rl import run
+    from slipstream.launch.topology import processes
+
+    config = run_folder.absolute(load(RunConfig, files, sets))
+    if dry_run:
+        print(to_toml(config))
+        for spec in processes(config, config.folder):
+            print(f"# {spec.name}: {' '.join(spec.argv)}")
+        return
+    if resume and clean:
+        raise ConfigError("--resume and --clean contradict each other: --clean deletes the run that --resume would continue")
+    raise typer.Exit(run(config, resume=resume, clean=clean))
+
+
+@command("slipstream sft configs/quickstart.toml --model models/tiny-moe --out models/warm")
+def sft(
+    files: Files,
+    out: Annotated[Path, typer.Option(help="Folder for the resulting model (HF format)", show_default=False)],
+    model: Annotated[Path | None, typer.Option(help="Start from this folder instead of model.path", show_default=False)] = None,
+    sets: Sets = [],  # noqa: B006
+) -> None:
+    """Supervised warm-up on the environments' own demonstrations ([sft] in the run file)."""
+    from slipstream.jobs.sft import warm_up
+
+    warm_up(_with_model(load(RunConfig, files, sets), model), out)
+
+
+@command("slipstream eval configs/quickstart.toml --model runs/quickstart/final")
+def eval(
+    files: Files,
+    model: Annotated[Path | None, typer.Option(help="Evaluate this folder instead of model.path", show_default=False)] = None,
+    sets: Sets = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+) -> None:
+    """Play the held-out tasks of [[envs]] with an engine in this process, and print the scores."""
+    from slipstream.jobs.evaluate import evaluate, print_scores
+
+    scores = evaluate(_with_model(load(RunConfig, files, sets), model))
+    print(json.dumps(scores)) if as_json else print_scores(scores)
+
+
+@command("slipstream make-model models/tiny-moe --preset tiny-moe --env calculator", name="make-model")
+def make_model(
+    folder: Annotated[Path, typer.Argument(help="Where to write the model (HF format)", show_default=False)],
+    preset: Annotated[str, typer.Option(help="Size and architecture: see docs/models.md")] = "tiny-moe",
+    env: Annotated[list[str], typer.Option(help="Environments whose demonstrations the tokenizer is trained on")] = ["calculator"],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the corpus")] = 0,
+) -> None:
+    """Make a small model: random weights and a tokenizer trained here, as an ordinary HF folder."""
+    from slipstream.jobs.make_model import make
+
+    print(make(folder, preset, env, seed))
+
+
+@command('slipstream generate runs/quickstart/final "12+30-7" --env calculator')
+def generate(
+    model: Annotated[Path, typer.Argument(help="Model folder (HF format)", show_default=False)],
+    prompt: Annotated[str, typer.Argument(help="The user's message", show_default=False)],
+    env: Annotated[str | None, typer.Option(help="Offer this environment's tools, and run the calls", show_default=False)] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens per turn")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampler")] = 0,
+) -> None:
+    """Chat once with a model, with an engine in this process."""
+    from slipstream.jobs.generate import chat
+
+    for message in chat(model, prompt, env, max_tokens=max_tokens, temperature=temperature, seed=seed):
+        print(message)
+
+
+# ---- looking at a run ---------------------------------------------------------------------------------------------
+
+
+@command("slipstream summary runs/quickstart --json")
+def summary(run: RunFolder, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False) -> None:
+    """What a run did: steps, evals, lag, outcomes, who was busy, whether the ledger balances."""
+    from slipstream.observe.summary import print_summary, summarise
+
+    _check_run(run)
+    values = summarise(run)
+    print(json.dumps(values)) if as_json else print_summary(values)
+
+
+@command("slipstream report runs/quickstart")
+def report(run: RunFolder) -> None:
+    """Write report.html: curves, lag, timeline, expert load, outcomes, transcripts. Works on a running or crashed run."""
+    from slipstream.observe.report import write_report
+
+    _check_run(run)
+    print(write_report(run))
+
+
+@command("slipstream rollouts runs/quickstart --outcome completed --max-reward 0 --limit 3")
+def rollouts(
+    run: RunFolder,
+    env: Annotated[str | None, typer.Option(help="Only this environment", show_default=False)] = None,
+    outcome: Annotated[
+        str | None, typer.Option(help="Only this outcome: completed, truncated, stale, cut, ...", show_default=False)
+    ] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Reward at least", show_default=False)] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Reward at most", show_default=False)] = None,
+    version: Annotated[int | None, typer.Option(help="Started under this policy version", show_default=False)] = None,
+    step: Annotated[int | None, typer.Option(help="Collected for this step", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(help="Most rollouts to print")] = 5,
+) -> None:
+    """Read trajectories as text."""
+    from slipstream.observe.rollouts import format_rollout, read_rollouts
+
+    _check_run(run)
+    found = 0
+    for record in read_rollouts(
+        run, env=env, outcome=outcome, min_reward=min_reward, max_reward=max_reward, version=version, step=step, limit=limit
+    ):
+        print(format_rollout(record), end="\n\n")
+        found += 1
+    if not found:
+        print("no rollout matches", file=sys.stderr)
+
+
+# ---- roles --------------------------------------------------------------------------------------------------------
+
+
+@command("slipstream engine --model runs/quickstart/final --port 8000")
+@role
+def engine(
+    model: Annotated[Path | None, typer.Option(help="Serve this model folder", show_default=False)] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Serve as a replica of this run (started by `slipstream rl`)", show_default=False)
+    ] = None,
+    replica: Annotated[int, typer.Option(help="Number of the replica, with --run")] = 0,
+    port: Annotated[int, typer.Option(help="Port, with --model; 0 takes a free one")] = 0,
+    host: Annotated[str, typer.Option(help="Address to bind, with --model")] = "127.0.0.1",
+    seq_len: Annotated[int, typer.Option(help="Context in tokens, with --model")] = 1024,
+    sets: Annotated[list[str], typer.Option("--set", "-s", help="Override an [engine] key: --set max_running=16", show_default=False)] = [],  # noqa: B006
+) -> None:
+    """Serve a model: OpenAI-compatible and token-in token-out, on this machine."""
+    from slipstream.config.serve import EngineConfig
+    from slipstream.engine.server import serve_folder, serve_run
+
+    if (model is None) == (run is None):
+        raise ConfigError("engine: give either --model FOLDER (stand-alone) or --run FOLDER (a replica of a run)")
+    if run is not None:
+        raise typer.Exit(serve_run(run, replica))
+    assert model is not None
+    config = load(EngineConfig, (), [f"host={host}", f"port={port}", *sets])
+    raise typer.Exit(serve_folder(model, config, seq_len))
+
+
+@command("slipstream trainer runs/quickstart")
+@role
+def trainer(run: RunFolder) -> None:
+    """The trainer of a run: batches in, policy versions out (started by `slipstream rl`)."""
+    from slipstream.trainer.rl import main as trainer_main
+
+    _check_run(run)
+    raise typer.Exit(trainer_main(run))
+
+
+@command("slipstream orchestrator runs/quickstart")
+@role
+def orchestrator(run: RunFolder) -> None:
+    """The orchestrator of a run: rollouts in, batches out (started by `slipstream rl`)."""
+    from slipstream.orchestrator.service import main as orchestrator_main
+
+    _check_run(run)
+    raise typer.Exit(orchestrator_main(run))
+
+
+@command("slipstream config trainer.loss")
+def config(section: Annotated[str, typer.Argument(help="Dotted section; all when left out")] = "") -> None:
+    """Every key of the run file with its default and meaning."""
+    from slipstream.config.reference import reference
+
+    print(reference(RunConfig, section))
+
+
+def _with_model(config: RunConfig, model: Path | None) -> RunConfig:
+    return config if model is None else config.replace(model=config.model.replace(path=model))
+
+
+def _check_run(run: Path) -> None:
+    if not (run / "config.toml").exists():
+        raise ConfigError(f"{run} is not a run folder: it has no config.toml")
+
+
+__all__ = ["app", "main"]
+
+if __name__ == "__main__":
+    main()

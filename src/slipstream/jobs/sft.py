@@ -1,0 +1,57 @@
+"""`slipstream sft`: teach a model the format of its environments before RL teaches it to be right."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from slipstream.chat.tokenizer import ChatTokenizer
+from slipstream.config import RunConfig
+from slipstream.envs.base import load_env
+from slipstream.envs.demonstrations import demonstration_samples
+from slipstream.errors import ConfigError
+
+
+def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
+    """Train on demonstrations of every environment, by weight; write `out` as an HF folder. Returns the last metrics.
+
+    Raises ConfigError: no [sft] table, or an environment without demonstrations.
+    """
+    import torch
+
+    from slipstream.trainer.sft import train
+
+    if config.sft is None:
+        raise ConfigError("sft: the run file has no [sft] table; add one (an empty table takes every default)")
+    torch.set_num_threads(config.trainer.threads)
+    console = Console(stderr=True)
+    samples = demonstrations(config)
+    console.print(f"sft: {len(samples)} demonstrations, {np.mean([len(tokens) for tokens, _ in samples]):.0f} tokens on average")
+    metrics = train(config.model.path, samples, config, out, on_step=lambda step, values: _show(console, config, step, values))
+    console.print(f"sft: wrote {out}")
+    return metrics
+
+
+def demonstrations(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens_T, loss_mask_T) of each demonstration, in a seeded order."""
+    assert config.sft is not None
+    tokenizer = ChatTokenizer.load(config.model.path)
+    total = sum(env.weight for env in config.envs)
+    samples = []
+    for env_config in config.envs:
+        count = max(1, round(config.sft.num_demonstrations * env_config.weight / total))
+        env = load_env(env_config, config.seed)
+        samples += demonstration_samples(env, tokenizer, count, config.seed, config.sft.noise)
+    random.Random(config.seed).shuffle(samples)
+    return samples
+
+
+def _show(console: Console, config: RunConfig, step: int, values: dict[str, float]) -> None:
+    assert config.sft is not None
+    if step % config.sft.log_every == 0 or step in (1, config.sft.steps):
+        console.print(
+            f"sft: step {step}/{config.sft.steps}  loss {values['loss']:.4f}  {values['tokens_per_s']:.0f} tokens/s", highlight=False
+        )

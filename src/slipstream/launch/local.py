@@ -1,0 +1,148 @@
+"""Run every role of one run on this machine, and answer for them.
+
+The supervisor starts the processes of `topology`, restarts engines that die, and ends everything as soon as a role that holds
+state (trainer, orchestrator) dies or the run is finished. It computes nothing itself; what a person sees while it waits comes
+from the run folder through the dashboard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch.topology import ProcessSpec
+
+POLL_S = 0.25
+GRACE_S = 20.0
+"""Time for a role to write its checkpoint after SIGTERM before it is killed."""
+MAX_RESTARTS = 20
+"""Restarts of one engine within RESTART_WINDOW_S after which it is considered broken, not unlucky."""
+RESTART_WINDOW_S = 600.0
+
+
+class RoleDied(SlipstreamError):
+    """A role process ended that the run cannot go on without."""
+
+
+class Supervisor:
+    """Starts, watches and ends the role processes of one run."""
+
+    def __init__(self, specs: list[ProcessSpec], run_folder: Path, on_event: Callable[[str], None] = print):
+        self._specs = {spec.name: spec for spec in specs}
+        self._folder = run_folder
+        self._on_event = on_event
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: list[IO[bytes]] = []
+        self._restarts: dict[str, list[float]] = {name: [] for name in self._specs}
+        self._stop = False
+
+    def run(self, on_poll: Callable[[], None]) -> None:
+        """Start everything; return when trainer and orchestrator have both ended well. Engines are ended then.
+
+        `on_poll` is called a few times a second. SIGINT and SIGTERM end the run in order: roles write their checkpoints.
+        Raises RoleDied when a role failed, naming it, how it ended and its log.
+        """
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for name in self._specs:
+                self._start(name)
+            while not self._stop and not self._finished():
+                time.sleep(POLL_S)
+                on_poll()
+                self._check()
+            if self._stop:
+                raise RoleDied("interrupted; everything was stopped in order")
+        finally:
+            self.terminate()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def terminate(self) -> None:
+        """SIGTERM to all, SIGKILL to what is left after the grace period."""
+        alive = [p for p in self._processes.values() if p.poll() is None]
+        for process in alive:
+            process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for process in alive:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        for log in self._logs:
+            log.close()
+        self._logs.clear()
+
+    def _start(self, name: str) -> None:
+        spec = self._specs[name]
+        log = (self._folder / "logs" / f"{name}.log").open("ab")
+        self._logs.append(log)
+        env = {**os.environ, **spec.env, "SLIPSTREAM_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        self._processes[name] = subprocess.Popen(
+            spec.argv, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def _finished(self) -> bool:
+        return all(self._processes[name].poll() == 0 for name, spec in self._specs.items() if not spec.restart)
+
+    def _check(self) -> None:
+        for name, spec in self._specs.items():
+            code = self._processes[name].poll()
+            if code is None or (code == 0 and not spec.restart):
+                continue
+            if not spec.restart:
+                raise RoleDied(f"{name} {_how(code)}. Its log: {self._folder / 'logs' / f'{name}.log'}\n{self._tail(name)}")
+            self._restart(name, code)
+
+    def _restart(self, name: str, code: int) -> None:
+        now = time.monotonic()
+        recent = [t for t in self._restarts[name] if now - t < RESTART_WINDOW_S]
+        if len(recent) >= MAX_RESTARTS or self._failed_at_start(name):
+            raise RoleDied(
+                f"{name} {_how(code)} {len(recent) + 1} times. Its log: {self._folder / 'logs' / f'{name}.log'}\n{self._tail(name)}"
+            )
+        self._restarts[name] = [*recent, now]
+        self._on_event(f"{name} {_how(code)}; starting it again ({len(recent) + 1}/{MAX_RESTARTS})")
+        self._start(name)
+
+    def _failed_at_start(self, name: str) -> bool:
+        """An engine that ends by itself with a user error (exit code 2) will end so again."""
+        return self._processes[name].poll() == 2
+
+    def _tail(self, name: str, lines: int = 5) -> str:
+        text = (self._folder / "logs" / f"{name}.log").read_text(errors="replace").strip()
+        return "\n".join(f"  {name} | {line}" for line in text.splitlines()[-lines:])
+
+    def _on_signal(self, *_: object) -> None:
+        self._stop = True
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def die_with_parent() -> None:
+    """Called by a role process at its start: end it when the supervisor that started it is gone, however it went.
+
+    Linux only (PR_SET_PDEATHSIG); elsewhere a killed supervisor leaves its roles to their own deadlines.
+    """
+    parent = os.environ.get("SLIPSTREAM_PARENT")
+    if parent is None:
+        return
+    import ctypes
+    import sys
+
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != int(parent):
+        raise SystemExit("the supervisor that started this role is gone")

@@ -1,0 +1,62 @@
+"""`slipstream rl`: open the run folder, start the roles, show what happens, end with the summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from slipstream.config import RunConfig
+from slipstream.errors import ModelError
+from slipstream.launch import run_folder
+from slipstream.launch.local import RoleDied, Supervisor
+from slipstream.launch.topology import processes
+from slipstream.observe.dashboard import Dashboard
+from slipstream.observe.report import write_report
+from slipstream.observe.summary import print_summary, summarise
+
+
+def run(config: RunConfig, resume: bool, clean: bool) -> int:
+    """Run to the end. Returns the exit code; 1 when a role died (what to do next is printed).
+
+    Raises ConfigError for a mistake that can be seen before anything starts.
+    """
+    check_model(config)
+    if clean:
+        run_folder.clean(config)
+    folder = run_folder.reopen(config) if resume else run_folder.create(config)
+    console = Console(stderr=True)
+    console.print(f"run folder: {folder}")
+    dashboard = Dashboard(folder, config.max_steps)
+    supervisor = Supervisor(processes(config, folder), folder, on_event=lambda line: console.print(f"[yellow]{line}[/]"))
+    try:
+        supervisor.run(on_poll=dashboard.poll)
+    except RoleDied as error:
+        dashboard.close()
+        console.print(f"[red]error:[/] {error}", highlight=False)
+        console.print("Nothing that was trained is lost. Go on with the same command and --resume.")
+        return 1
+    dashboard.close()
+    finish(folder)
+    return 0
+
+
+def check_model(config: RunConfig) -> None:
+    """Refuse a model folder that no role could load, before three processes say so. Raises ModelError."""
+    from slipstream.chat.tokenizer import ChatTokenizer
+    from slipstream.models.spec import ModelSpec
+
+    spec = ModelSpec.from_folder(config.model.path)
+    ChatTokenizer.load(config.model.path)
+    if spec.max_positions < config.model.seq_len:
+        raise ModelError(
+            f"model.seq_len = {config.model.seq_len} and max_position_embeddings = {spec.max_positions} of {config.model.path}: "
+            "the model was not made for sequences that long; lower model.seq_len"
+        )
+
+
+def finish(folder: Path) -> None:
+    """The table at the end of a run, and where things are."""
+    print_summary(summarise(folder))
+    print(f"report:       {write_report(folder)}")
+    print(f"final model:  {folder / 'final'}")

@@ -1,0 +1,126 @@
+"""The run folder: created once, resumed by path, never overwritten.
+
+runs/<name>/config.toml      the resolved configuration (paths absolute)
+runs/<name>/manifest.json    what produced it: versions, hardware, configuration hash, one entry for each start
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import RunConfig, load, to_toml
+from slipstream.errors import ConfigError
+
+PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "aiohttp", "pyarrow")
+
+
+def create(config: RunConfig) -> Path:
+    """Make the folder of a new run and write its configuration. Raises ConfigError when it already holds a run."""
+    folder = config.folder
+    if (folder / "config.toml").exists():
+        raise ConfigError(
+            f"run folder {folder} already holds a run. Continue it with --resume, choose another name with --set name=..., "
+            "or start it afresh with --clean (deletes the folder)"
+        )
+    for part in ("logs", "endpoints", "weights", "batches", "rollouts", "checkpoints"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    _write(folder / "config.toml", to_toml(config))
+    _record_start(folder, config)
+    return folder
+
+
+def reopen(config: RunConfig) -> Path:
+    """The folder of an existing run, checked to be the same run. Raises ConfigError: no such run, or settings differ."""
+    folder = config.folder
+    if not (folder / "config.toml").exists():
+        raise ConfigError(f"--resume: {folder} holds no run (no config.toml). Leave --resume out to start it")
+    stored = load(RunConfig, [folder / "config.toml"])
+    changed = differences(stored.model_dump(mode="json"), config.model_dump(mode="json"))
+    allowed = ("max_steps", "stop_at_eval", "checkpoint.", "eval.interval", "engine.port", "engine.replicas")
+    forbidden = [line for key, line in changed if not key.startswith(allowed)]
+    if forbidden:
+        raise ConfigError(
+            f"--resume: these settings differ from those in {folder / 'config.toml'} and would make it another run:\n  "
+            + "\n  ".join(forbidden)
+        )
+    _write(folder / "config.toml", to_toml(config))
+    for endpoint in (folder / "endpoints").glob("*.json"):
+        endpoint.unlink()
+    (folder / "batches" / "finish.json").unlink(missing_ok=True)
+    _record_start(folder, config)
+    return folder
+
+
+def clean(config: RunConfig) -> None:
+    """Delete a run. Refuses a folder that does not look like one."""
+    folder = config.folder
+    if not folder.exists():
+        return
+    if not (folder / "config.toml").exists() and any(folder.iterdir()):
+        raise ConfigError(f"--clean: {folder} is not empty and holds no config.toml, so it is not a run; delete it yourself if you mean to")
+    shutil.rmtree(folder)
+
+
+def open_config(folder: Path) -> RunConfig:
+    """The configuration stored in a run folder. Raises ConfigError when there is none."""
+    if not (folder / "config.toml").exists():
+        raise ConfigError(f"{folder} is not a run folder: it has no config.toml")
+    return load(RunConfig, [folder / "config.toml"])
+
+
+def absolute(config: RunConfig) -> RunConfig:
+    """The same configuration with absolute paths, so that every role finds them from anywhere."""
+    return config.replace(model=config.model.replace(path=config.model.path.resolve()), runs_dir=config.runs_dir.resolve())
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """(key, 'key: old -> new') for every leaf that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [item for key in keys for item in differences(old.get(key), new.get(key), f"{prefix}{key}.")]
+    key = prefix.removesuffix(".")
+    return [] if old == new else [(key, f"{key}: {old!r} -> {new!r}")]
+
+
+def _record_start(folder: Path, config: RunConfig) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text()) if path.exists() else {"starts": []}
+    manifest["config_fingerprint"] = config.fingerprint()
+    manifest["starts"].append(
+        {
+            "time": time.time(),
+            "commit": _commit(),
+            "python": platform.python_version(),
+            "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "system": platform.platform()},
+        }
+    )
+    _write(path, json.dumps(manifest, indent=1))
+
+
+def _commit() -> str | None:
+    """Commit of the source tree that runs, with '+' when it is modified; None outside a checkout."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return result.stdout.strip() or None
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,0 +1,47 @@
+"""Which processes a run consists of: a pure function from a run folder and its configuration to a list.
+
+Knows nothing of how they are started: `local` forks them on this machine, other launchers render the same list elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One role process."""
+
+    name: str
+    """'engine-0', 'trainer', 'orchestrator': also the name of its log file."""
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    restart: bool = False
+    """True for roles without state that a crash could lose: the supervisor starts them again."""
+
+
+def processes(config: RunConfig, run_folder: Path) -> list[ProcessSpec]:
+    """Every role process of a run, in the order in which to start them."""
+    slipstream = (sys.executable, "-m", "slipstream.cli")
+    folder = str(run_folder)
+    engines = [
+        ProcessSpec(
+            f"engine-{replica}",
+            (*slipstream, "engine", "--run", folder, "--replica", str(replica)),
+            _threads(config.engine.threads),
+            restart=True,
+        )
+        for replica in range(config.engine.replicas)
+    ]
+    trainer = ProcessSpec("trainer", (*slipstream, "trainer", folder), _threads(config.trainer.threads))
+    orchestrator = ProcessSpec("orchestrator", (*slipstream, "orchestrator", folder), _threads(1))
+    return [trainer, *engines, orchestrator]
+
+
+def _threads(count: int) -> dict[str, str]:
+    """OpenMP threads spin at barriers: two of them on two busy cores stall small matmuls, so each role gets its own number."""
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
