@@ -1,0 +1,30 @@
+"""Publishing a policy version: HF-named tensors into weights/vN, whole or not at all. Knows nothing of training."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from slipstream.transport.weights import TENSORS_FILE, list_versions, seal, version_folder
+from slipstream.types import PolicyVersion
+
+
+def publish(weights: Path, number: int, tensors: Mapping[str, torch.Tensor], parent: int | None) -> PolicyVersion:
+    """Write `tensors` (HF names) as version `number` into the folder `weights`. Readers see the whole version or none."""
+    temp = weights / f".tmp-v{number:06d}"
+    if temp.exists():
+        shutil.rmtree(temp)
+    temp.mkdir(parents=True)
+    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, temp / TENSORS_FILE, metadata={"format": "pt"})
+    return seal(temp, weights, number, parent)
+
+
+def prune_versions(weights: Path, keep_last: int) -> None:
+    """Remove all but the newest versions. A reader that has the file open keeps it: the bytes live until it closes."""
+    for number in list_versions(weights)[:-keep_last]:
+        shutil.rmtree(version_folder(weights, number))

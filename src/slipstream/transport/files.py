@@ -1,0 +1,44 @@
+"""Writing files so that a reader sees the whole of one or nothing of it, and a crash leaves the old one or the new one.
+
+Knows nothing of what is in the files.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write and fsync `path` in place. For a file that gets its final name by `publish_file` or a folder rename later."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish_file(temp: Path, path: Path) -> None:
+    """Give a durably written temporary file its final name, and make the name itself durable."""
+    os.replace(temp, path)
+    fsync_folder(path.parent)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """`data` appears under `path` at once and survives a power loss after the return."""
+    temp = temp_path(path)
+    write_durably(temp, data)
+    publish_file(temp, path)
+
+
+def temp_path(path: Path) -> Path:
+    """Where a file lives before it has its final name: hidden, in the same folder, so that the rename is atomic."""
+    return path.with_name(f".tmp-{path.name}")
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable: a rename is only on disk once its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
