@@ -1,0 +1,457 @@
+"""The table of every metric, span and event: data only, long because it has one entry a key. Looked up and printed by registry.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One key, or a family of keys with a '<name>' part."""
+
+    key: str
+    definition: str
+    unit: str
+    healthy: str
+    action: str
+    """What to do when the value is not healthy."""
+
+
+class Line(NamedTuple):
+    """One kind of span or event."""
+
+    name: str
+    role: str
+    definition: str
+
+
+TRAINER = (
+    Metric(
+        "trainer/loss/mean",
+        "Sum of the loss over the batch divided by its loss tokens.",
+        "1",
+        "small and noisy around 0; its level says nothing",
+        "Look at reward and mismatch instead. NaN: see `trainer/step/skipped`.",
+    ),
+    Metric(
+        "trainer/grad/norm",
+        "Global gradient norm before clipping.",
+        "1",
+        "steady, below `trainer.optim.clip_norm` most of the time",
+        "A sudden rise: lower the learning rate or check the reward for outliers. A sudden drop often precedes a collapse: check entropy.",
+    ),
+    Metric(
+        "trainer/optim/lr",
+        "Learning rate of this step.",
+        "1",
+        "as scheduled",
+        "Compare with `trainer.optim` in config.toml.",
+    ),
+    Metric(
+        "trainer/time/step_s",
+        "Forward, backward and optimizer of one step, waiting excluded.",
+        "s",
+        "steady for steady batch sizes",
+        "Long: fewer tokens a batch, bfloat16 where the hardware has it, `recompute = false`.",
+    ),
+    Metric(
+        "trainer/time/wait_batch_s",
+        "Time the trainer waited for this batch.",
+        "s",
+        "near 0 when the trainer is the bottleneck",
+        "Large: generation is the bottleneck. More replicas, more concurrency, shorter completions, or a higher `max_off_policy_steps`.",
+    ),
+    Metric(
+        "trainer/time/publish_s",
+        "Writing, hashing and announcing the new weights.",
+        "s",
+        "well below the step time",
+        "Large: a slow disk under the run folder.",
+    ),
+    Metric(
+        "trainer/time/checkpoint_s",
+        "Writing a checkpoint, on the steps that write one.",
+        "s",
+        "well below the step time times `checkpoint.interval`",
+        "Large: a slow disk, or raise `checkpoint.interval`.",
+    ),
+    Metric(
+        "trainer/tokens/trained",
+        "Tokens of this step's batch, prompts included.",
+        "tokens",
+        "steady",
+        "Falling: completions get shorter, or groups are dropped; see `orchestrator/dropped/<reason>`.",
+    ),
+    Metric(
+        "trainer/tokens/loss",
+        "Tokens of this step's batch that carry loss: the divisor of the loss.",
+        "tokens",
+        "a steady share of `trainer/tokens/trained`",
+        "A small share: long prompts or tool outputs. That is waste, not an error.",
+    ),
+    Metric(
+        "trainer/samples/trained",
+        "Samples in this step's batch.",
+        "samples",
+        "`orchestrator.batch` as configured",
+        "Fewer: the run is draining at its end, or batches are cut by tokens.",
+    ),
+    Metric(
+        "trainer/mismatch_kl/mean",
+        "k3 estimate of KL(engine, trainer) over loss tokens: mean of ratio - 1 - log ratio.",
+        "nats",
+        "dense 1e-5 to 1e-3; MoE without replay 1e-3 to 1e-1; grows with lag",
+        "Compare fresh with stale. Fresh high: numerics or routing differ between engine and trainer. Only stale high: too much lag.",
+    ),
+    Metric(
+        "trainer/mismatch_kl/fresh",
+        "The same over tokens of lag 0: engine and trainer hold equal weights, so any value above rounding is a numerical difference.",
+        "nats",
+        "float32 on both sides with replay: below 1e-6; bfloat16 engine: below 1e-3",
+        "A bug detector: check dtype, `router_replay`, sampling truncation (top_p, top_k, min_p), temperature.",
+    ),
+    Metric(
+        "trainer/mismatch_kl/stale",
+        "The same over tokens with lag above 0.",
+        "nats",
+        "below about 1e-2, and not growing",
+        "Growing: lower `max_off_policy_steps` or the learning rate.",
+    ),
+    Metric(
+        "trainer/ratio/extreme_frac",
+        "Share of loss tokens with a ratio outside [0.5, 2].",
+        "fraction",
+        "below 0.01",
+        "Above 0.1 a run is close to collapse: lower lag or learning rate, turn replay on.",
+    ),
+    Metric(
+        "trainer/ratio/masked_frac",
+        "Share of loss tokens that the loss itself dropped (trust region, IcePop, clip).",
+        "fraction",
+        "below 0.05",
+        "High: much of the batch is wasted; lower lag or learning rate.",
+    ),
+    Metric(
+        "trainer/entropy/mean",
+        "Mean entropy of the policy's next-token distribution at loss tokens.",
+        "nats",
+        "falls slowly, stays above 0",
+        "Near 0: the policy has collapsed onto one answer; lower the learning rate, use CISPO or a higher clip, check the reward.",
+    ),
+    Metric(
+        "trainer/lag/mean",
+        "Mean over loss tokens of (version the batch trains from - version that sampled the token).",
+        "versions",
+        "between 0 and `max_off_policy_steps`; about 1 when engine and trainer are balanced",
+        "High: the engine is slow or batches wait in the queue; lower concurrency.",
+    ),
+    Metric(
+        "trainer/lag/max",
+        "Largest lag in the batch.",
+        "versions",
+        "never above `max_off_policy_steps`",
+        "Above the bound: a bug in slipstream; report it with the run folder.",
+    ),
+    Metric(
+        "trainer/replay/coverage_frac",
+        "Share of tokens whose experts were replayed from the engine.",
+        "fraction",
+        "near 1 (the last sampled token of a sample has no row)",
+        "Low: routing rows get lost; check `engine.capture_routing` and aborted requests.",
+    ),
+    Metric(
+        "trainer/replay/flip_frac",
+        "Share of replayed (token, layer) pairs whose native top-k set differs from the replayed one.",
+        "fraction",
+        "below 0.1 at lag 0; grows with lag",
+        "High at lag 0: engine and trainer disagree numerically in the router.",
+    ),
+    Metric(
+        "trainer/balance/imbalance",
+        "Load of the busiest expert over the mean load, averaged over MoE layers.",
+        "ratio",
+        "1 to 3",
+        "Rising: experts starve; set `trainer.balance_rate` or freeze the router.",
+    ),
+    Metric(
+        "trainer/memory/rss_mib",
+        "Resident memory of the trainer process.",
+        "MiB",
+        "flat after the first steps",
+        "Growing: a leak; report it. Too high: fewer `row_tokens`, `recompute = true`.",
+    ),
+    Metric(
+        "trainer/step/skipped",
+        "1 when the step was skipped for a non-finite loss or gradient, else 0.",
+        "0 or 1",
+        "0",
+        "The batch is kept in the run folder. Repeated: stop, replay that batch, check rewards and learning rate.",
+    ),
+)
+
+ORCHESTRATOR = (
+    Metric(
+        "orchestrator/reward/mean",
+        "Mean reward of the rollouts in this batch, before any advantage.",
+        "reward",
+        "rises",
+        "Flat from the start: tasks too hard or too easy (see `orchestrator/filter/<name>`). Falling: lower the learning rate or lag.",
+    ),
+    Metric(
+        "orchestrator/reward/<env>/mean",
+        "The same for one environment.",
+        "reward",
+        "rises",
+        "As above; compare environments to see which one holds the mean down.",
+    ),
+    Metric(
+        "orchestrator/success/<env>/frac",
+        "Share of this batch's rollouts of the environment with a reward of at least `eval.success_reward`.",
+        "fraction",
+        "rises; most informative between 0.2 and 0.8",
+        "Stuck at 0 or 1: nothing to learn from; change the task mix or let the curriculum retire tasks.",
+    ),
+    Metric(
+        "orchestrator/lag/mean",
+        "Mean lag over the loss tokens of the batch, at ship.",
+        "versions",
+        "between 0 and `max_off_policy_steps`",
+        "See `trainer/lag/mean`.",
+    ),
+    Metric(
+        "orchestrator/lag/max",
+        "Largest lag in the batch, at ship.",
+        "versions",
+        "never above `max_off_policy_steps`",
+        "Above the bound: a bug in slipstream; report it with the run folder.",
+    ),
+    Metric(
+        "orchestrator/rollouts/<outcome>",
+        "Rollouts that ended with this outcome since the start of the run.",
+        "rollouts",
+        "completed and truncated dominate; errors below 0.01 of all",
+        "Errors: read them with `slipstream rollouts RUN --outcome NAME`. Many truncated: raise max_tokens or max_turns.",
+    ),
+    Metric(
+        "orchestrator/dropped/<reason>",
+        "Issued rollouts that were not trained, by reason, since the start of the run.",
+        "rollouts",
+        "a small share of what is issued",
+        "stale: lower concurrency. cut: longer deadline. zero_advantage: change difficulty. restart: none needed.",
+    ),
+    Metric(
+        "orchestrator/in_flight/count",
+        "Rollouts being played now.",
+        "rollouts",
+        "near `orchestrator/concurrency/limit`",
+        "Well below it: dispatch is held back by the lag bound; raise `max_off_policy_steps` if the engine idles.",
+    ),
+    Metric(
+        "orchestrator/ready/samples",
+        "Samples that wait for a batch after this one was cut.",
+        "samples",
+        "below one batch",
+        "Several batches: the trainer is the bottleneck, and lag grows with the queue.",
+    ),
+    Metric(
+        "orchestrator/concurrency/limit",
+        "Rollouts that may run at once.",
+        "rollouts",
+        "steady below `concurrency.max`",
+        "Falling to `concurrency.min`: the KV cache is too small; raise `engine.kv_memory_mib`.",
+    ),
+    Metric(
+        "orchestrator/time/wait_ready_s",
+        "Time this batch waited for enough ready samples.",
+        "s",
+        "positive when the trainer is faster than the engine",
+        "Large together with an idle trainer: generation is the bottleneck.",
+    ),
+    Metric(
+        "orchestrator/time/wait_version_s",
+        "Time dispatch or shipping was held back for a newer policy version (the lag bound).",
+        "s",
+        "near 0, except with `max_off_policy_steps = 0`",
+        "Large together with an idle engine: training is the bottleneck, or raise `max_off_policy_steps`.",
+    ),
+    Metric(
+        "orchestrator/turns/mean",
+        "Mean engine calls in a rollout of this batch.",
+        "turns",
+        "as the task needs",
+        "At `max_turns`: the policy does not finish; look at transcripts.",
+    ),
+    Metric(
+        "orchestrator/tokens/completion_mean",
+        "Mean tokens sampled in a rollout of this batch.",
+        "tokens",
+        "steady, or growing with the reward",
+        "Growing without reward: set `advantage.length_penalty`. Falling to 0: the policy gives up.",
+    ),
+    Metric(
+        "orchestrator/loop/lag_s",
+        "Largest delay of the event loop since the last step.",
+        "s",
+        "below 0.1",
+        "Large: something blocks the loop; an `async` environment hook that computes must become a plain one.",
+    ),
+    Metric(
+        "orchestrator/curriculum/retired",
+        "Training tasks that are retired now (solved or hopeless).",
+        "tasks",
+        "grows slowly",
+        "Most of them: the data set is exhausted; add harder tasks.",
+    ),
+    Metric(
+        "orchestrator/filter/<name>",
+        "Rollouts that this filter caught since the start of the run (enforced or only counted).",
+        "rollouts",
+        "zero_advantage below half of all; the others near 0",
+        "zero_advantage high: groups are all solved or all failed. repetition or gibberish: the policy degenerates.",
+    ),
+    Metric(
+        "orchestrator/eval/<env>/avg_at_k",
+        "Share of successful rollouts over the held-out tasks, mean over k samples a task, at one policy version.",
+        "fraction",
+        "rises with the training reward",
+        "Training reward rises and this does not: over-fitting, or the reward is being gamed; read transcripts.",
+    ),
+    Metric(
+        "orchestrator/eval/<env>/pass_at_k",
+        "Share of held-out tasks with at least one success among k samples.",
+        "fraction",
+        "at least avg@k; stays up while avg@k rises",
+        "Falls while avg@k rises: the policy loses diversity; consider MaxRL or a lower learning rate.",
+    ),
+    Metric(
+        "orchestrator/eval/<env>/reward_mean",
+        "Mean reward over the held-out rollouts.",
+        "reward",
+        "rises",
+        "As avg@k.",
+    ),
+    Metric(
+        "orchestrator/memory/rss_mib",
+        "Resident memory of the orchestrator process.",
+        "MiB",
+        "flat",
+        "Growing: rollouts pile up; check `orchestrator/ready/samples`.",
+    ),
+)
+
+ENGINE = (
+    Metric(
+        "engine/tokens/generated",
+        "Tokens sampled since the start of the process.",
+        "tokens",
+        "grows steadily",
+        "Flat: the engine is idle or hung; see `engine/requests/running`.",
+    ),
+    Metric(
+        "engine/tokens/prefilled",
+        "Prompt tokens computed since the start of the process.",
+        "tokens",
+        "grows; a small multiple of the new prompt tokens",
+        "Fast growth with several turns: the prefix cache misses; see `engine/tokens/cached`.",
+    ),
+    Metric(
+        "engine/tokens/cached",
+        "Prompt tokens taken from the prefix cache since the start of the process.",
+        "tokens",
+        "most of the prompt tokens, in groups and later turns",
+        "Low: the cache is too small (`engine.kv_memory_mib`) or prompts do not share prefixes.",
+    ),
+    Metric(
+        "engine/time/busy_s",
+        "Seconds spent computing since the start of the process.",
+        "s",
+        "near uptime when generation is the bottleneck",
+        "Low: see who waits for whom in the report's timeline.",
+    ),
+    Metric(
+        "engine/time/uptime_s",
+        "Seconds since the start of the process.",
+        "s",
+        "grows",
+        "Restarts from 0: the process was restarted; see logs/engine-*.log.",
+    ),
+    Metric(
+        "engine/requests/running",
+        "Sequences being decoded or prefilled now.",
+        "requests",
+        "near `engine.max_running` under load",
+        "Low with many waiting: the KV cache is full.",
+    ),
+    Metric(
+        "engine/requests/waiting",
+        "Requests in the queue now.",
+        "requests",
+        "small",
+        "Growing: concurrency is above what the engine can serve; it adds lag, not throughput.",
+    ),
+    Metric(
+        "engine/kv/used_frac",
+        "Share of KV blocks that running sequences hold.",
+        "fraction",
+        "below `concurrency.kv_high_frac`",
+        "Near 1: preemptions; raise `engine.kv_memory_mib` or lower concurrency.",
+    ),
+    Metric(
+        "engine/kv/age_max",
+        "Largest age, in policy versions, of a KV block read by a running sequence.",
+        "versions",
+        "at most `max_off_policy_steps`",
+        "Above it: set `engine.on_update = 'recompute'`.",
+    ),
+    Metric(
+        "engine/version/live",
+        "Policy version that samples now.",
+        "version",
+        "follows the trainer within a second or so",
+        "Stands still: prepare or commit fails; see logs/engine-*.log.",
+    ),
+    Metric(
+        "engine/preemptions/count",
+        "Sequences pushed out of the KV cache and recomputed, since the start of the process.",
+        "sequences",
+        "0 or few",
+        "Growing: the KV cache is too small for the concurrency.",
+    ),
+    Metric(
+        "engine/time/prepare_s",
+        "Time to load and verify the last policy version, while decoding went on.",
+        "s",
+        "below the step time",
+        "Large: a slow disk under the run folder.",
+    ),
+    Metric(
+        "engine/time/commit_s",
+        "Time for which decoding stood still to swap the last policy version in.",
+        "s",
+        "milliseconds",
+        "Large: memory pressure, or `on_update = 'recompute'` with long contexts.",
+    ),
+    Metric(
+        "engine/memory/rss_mib",
+        "Resident memory of the engine process.",
+        "MiB",
+        "flat after the first requests",
+        "Growing: a leak; report it.",
+    ),
+)
+
+METRICS = (*TRAINER, *ORCHESTRATOR, *ENGINE)
+
+SPANS = (
+    Line("step", "trainer", "Forward, backward and optimizer of one step."),
+    Line("publish", "trainer", "Writing and announcing new weights."),
+    Line("checkpoint", "trainer", "Writing a checkpoint."),
+    Line("wait_batch", "trainer", "Waiting for the next batch."),
+    Line("busy", "engine", "The engine computes; merged to one span a busy period, or a second."),
+)
+
+EVENTS = (
+    Line("expert_load", "trainer, engine", "`load`: share of tokens for each MoE layer and expert; each layer sums to 1."),
+    Line("eval", "orchestrator", "One evaluation: `version`, `env`, `avg_at_k`, `pass_at_k`, `reward_mean`, `samples`."),
+    Line("published", "orchestrator", "A policy version went live on every engine: `version`, `seconds`."),
+    Line("lag_histogram", "orchestrator", "`counts`: loss tokens of the batch by lag."),
+)
