@@ -27,7 +27,7 @@ class Section(pydantic.BaseModel):
     def fingerprint(self) -> str:
         """16 hex digits over the canonical JSON form: equal configurations, equal fingerprint."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return xxhash.xxh3_64_hexdigest(text)
+        return xxhash.xxh3_64_hexdigest(text.encode())
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked again (pydantic's model_copy does not check)."""
@@ -114,7 +114,7 @@ def _explain(cls: type[Section], problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(location[-1], sorted(_all_fields(cls)), n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "; `slipstream config` lists every key"
         return f"{key}: unknown key{hint}"
     if problem["type"] == "missing":
         return f"{key}: this key is required"

@@ -55,3 +55,12 @@ def _default(info: pydantic.fields.FieldInfo) -> str:
         return "(required)"
     value = info.get_default(call_default_factory=True)
     return "`none`" if value is None else f"`{json.dumps(value, default=str)}`"
+
+
+if __name__ == "__main__":
+    from slipstream.config import RunConfig
+
+    print("# Configuration\n")
+    print("Generated from the sections in `src/slipstream/config` by `make docs`; `slipstream config [SECTION]` prints the same.")
+    print("Values are layered: defaults, then files from left to right, then `--set key=value`. Tables merge, lists replace.\n")
+    print(reference(RunConfig), end="")

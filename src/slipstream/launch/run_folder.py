@@ -92,7 +92,7 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 def _record_start(folder: Path, config: RunConfig) -> None:
     path = folder / "manifest.json"
-    manifest = json.loads(path.read_text()) if path.exists() else {"starts": []}
+    manifest: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"starts": []}
     manifest["config_fingerprint"] = config.fingerprint()
     manifest["starts"].append(
         {

@@ -1,0 +1,130 @@
+import os
+import signal
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from slipstream.launch.local import RoleDied, Supervisor
+from slipstream.launch.topology import ProcessSpec
+
+
+def script(text: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", textwrap.dedent(text))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def alive(supervisor: Supervisor) -> list[str]:
+    return [name for name, p in supervisor._processes.items() if p.poll() is None]
+
+
+def test_it_returns_when_the_stateful_roles_end_well_and_ends_the_engines(folder):
+    supervisor = Supervisor(
+        [ProcessSpec("engine-0", script("import time; time.sleep(600)"), restart=True), ProcessSpec("trainer", script("print('done')"))],
+        folder,
+    )
+    supervisor.run(on_poll=lambda: None)
+    assert alive(supervisor) == []
+    assert (folder / "logs" / "trainer.log").read_text() == "done\n"
+
+
+def test_a_dead_trainer_ends_the_run_and_names_its_log_and_last_words(folder):
+    supervisor = Supervisor(
+        [
+            ProcessSpec("engine-0", script("import time; time.sleep(600)"), restart=True),
+            ProcessSpec("trainer", script("import sys; print('the reason'); sys.exit(3)")),
+        ],
+        folder,
+    )
+    with pytest.raises(RoleDied, match=r"trainer ended with exit code 3.*trainer\.log(.|\n)*the reason"):
+        supervisor.run(on_poll=lambda: None)
+    assert alive(supervisor) == []
+
+
+def test_a_killed_engine_is_started_again(folder):
+    marker = folder / "starts"
+    engine = script(f"import time; open({str(marker)!r}, 'a').write('x'); time.sleep(600)")
+    trainer = script(
+        f"import os, time\nwhile not os.path.exists({str(marker)!r}) or len(open({str(marker)!r}).read()) < 2: time.sleep(0.05)"
+    )
+    events: list[str] = []
+    supervisor = Supervisor([ProcessSpec("trainer", trainer), ProcessSpec("engine-0", engine, restart=True)], folder, events.append)
+    killed = []
+
+    def kill_once() -> None:
+        if not killed and marker.exists():
+            os.kill(supervisor._processes["engine-0"].pid, signal.SIGKILL)
+            killed.append(True)
+
+    supervisor.run(on_poll=kill_once)
+    assert marker.read_text() == "xx"
+    assert len(events) == 1 and "engine-0 was killed by SIGKILL" in events[0]
+
+
+def test_an_engine_that_refuses_its_configuration_is_not_restarted(folder):
+    specs = [
+        ProcessSpec("trainer", script("import time; time.sleep(600)")),
+        ProcessSpec("engine-0", script("import sys; print('port taken'); sys.exit(2)"), restart=True),
+    ]
+    with pytest.raises(RoleDied, match="port taken"):
+        Supervisor(specs, folder).run(on_poll=lambda: None)
+
+
+def test_sigterm_stops_every_role_in_order(folder):
+    marker = folder / "saved"
+    trainer = script(
+        f"""
+        import signal, sys, time
+        def save(*_):
+            open({str(marker)!r}, "w").write("saved"); sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        open({str(marker)!r}, "w").write("ready")
+        time.sleep(600)
+        """
+    )
+    supervisor = Supervisor([ProcessSpec("trainer", trainer)], folder)
+
+    def interrupt() -> None:
+        if marker.exists() and marker.read_text() == "ready":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(RoleDied, match="interrupted"):
+        supervisor.run(on_poll=interrupt)
+    assert marker.read_text() == "saved"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux only")
+def test_roles_end_when_their_supervisor_is_killed(folder):
+    child = script(
+        f"""
+        import os, time
+        from slipstream.launch.local import die_with_parent
+        die_with_parent()
+        open({str(folder / "pid.tmp")!r}, "w").write(str(os.getpid()))
+        os.rename({str(folder / "pid.tmp")!r}, {str(folder / "pid")!r})
+        time.sleep(600)
+        """
+    )
+    parent = script(
+        f"""
+        from pathlib import Path
+        from slipstream.launch.local import Supervisor
+        from slipstream.launch.topology import ProcessSpec
+        Supervisor([ProcessSpec("trainer", {child!r})], Path({str(folder)!r})).run(on_poll=lambda: None)
+        """
+    )
+    process = psutil.Popen(parent)
+    deadline = time.monotonic() + 60
+    while not (folder / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    role = psutil.Process(int((folder / "pid").read_text()))
+    process.kill()
+    process.wait()
+    role.wait(timeout=20)
