@@ -1,7 +1,7 @@
 """What every metric, span and event means: definition, unit, healthy range, what to do when it leaves that range.
 
-The entries are in keys.py. A key is 'role/noun/stat'; '<name>' stands for one part that varies. MetricsWriter refuses keys that are not here, a test compares
-this table with what the code emits, and docs/metrics.md is printed from it:
+The entries are in keys.py. A key is 'role/noun/stat'; '<name>' stands for one part that varies. MetricsWriter refuses keys that
+are not there, a test compares the table with what the code emits, and docs/metrics.md is printed from it:
 
     python -m slipstream.observe.registry > docs/metrics.md
 """
