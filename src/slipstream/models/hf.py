@@ -1,0 +1,218 @@
+"""Hugging Face checkpoint folders: read and write safetensors, one file or several with an index, without losing a bit.
+
+Knows names only through the model's table (`names`). The tensors under HF names are also what travels from trainer to engine.
+Format: https://huggingface.co/docs/safetensors and the `weight_map` index of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.models.decoder import Decoder
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_DERIVED = ".rotary_emb.inv_freq"
+"""Old Llama checkpoints store this table; it follows from config.json."""
+
+
+def hf_views(model: Decoder, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Views of the parameters (or of `tensors` under our parameter names, such as gradients) under HF names and in HF shapes."""
+    own = {name: p.detach() for name, p in model.named_parameters()} if tensors is None else tensors
+    return model.names.views(model.spec, own)
+
+
+def hf_tensors(model: Decoder) -> dict[str, Tensor]:
+    """The weights in the form of the checkpoint: HF names, contiguous. Some share memory with the model: copy to keep them."""
+    return {name: view.contiguous() for name, view in hf_views(model).items()}
+
+
+@torch.no_grad()
+def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], files: Mapping[str, Path] | None = None) -> None:
+    """Copy tensors under HF names into the model, converting to its dtype. `files` (tensor to file) makes errors say where.
+
+    Raises ModelError, before anything is changed: a tensor is missing, unexpected, of another shape or not of a float type.
+    """
+    views = hf_views(model)
+    problems = _problems(model, views, tensors, files or {})
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ModelError(f"the weights do not fit the {model.spec.family} model: {'; '.join(problems[:5])}{more}")
+    for name, view in views.items():
+        view.copy_(tensors[name])
+
+
+def _problems(model: Decoder, views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> list[str]:
+    found = []
+    for name, view in views.items():
+        given, where = tensors.get(name), f" in {files[name]}" if name in files else ""
+        if given is None:
+            found.append(f"tensor {name} is missing{_folder_of(files)}")
+        elif given.shape != view.shape:
+            found.append(f"tensor {name}{where} has shape {list(given.shape)}, but config.json implies {list(view.shape)}")
+        elif not given.is_floating_point():
+            found.append(f"tensor {name}{where} is {given.dtype}; expected float32, bfloat16 or float16")
+    for name in tensors.keys() - views.keys():
+        tied_copy = name == "lm_head.weight" and model.head is None
+        if tied_copy and not _equal(tensors[name], tensors.get("model.embed_tokens.weight")):
+            found.append("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings = true")
+        elif not tied_copy and not name.endswith(_DERIVED):
+            where = f" in {files[name]}" if name in files else ""
+            found.append(f"tensor {name}{where} is unexpected: config.json describes no such weight")
+    return found
+
+
+def _equal(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and torch.equal(a, b)
+
+
+def _folder_of(files: Mapping[str, Path]) -> str:
+    folder = next(iter(files.values()), None)
+    return f" from {folder.parent}" if folder else ""
+
+
+def tensor_files(folder: str | Path) -> dict[str, Path]:
+    """File of each tensor of a model folder. Raises ModelError: no weights, a broken index, a shard that is not there."""
+    folder = Path(folder)
+    if (folder / SINGLE).is_file():
+        return dict.fromkeys(_tensor_names(folder / SINGLE), folder / SINGLE)
+    index = folder / INDEX
+    if not index.is_file():
+        raise ModelError(f"model folder {folder} has no weights: expected {SINGLE}, or {INDEX} with its shards")
+    try:
+        weight_map = {str(name): folder / str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is broken ({type(error).__name__}: {error}); expected an object with a weight_map") from None
+    for name, file in weight_map.items():
+        if not file.is_file():
+            raise ModelError(f"shard {file} is missing; {index.name} says that it holds {name}")
+    return weight_map
+
+
+def read_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of a model folder under HF names, from one file or from shards. They are mapped, not copied: do not write into them.
+
+    Raises ModelError: a file or tensor is missing, or a file is truncated or not safetensors.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name, file in tensor_files(folder).items():
+        by_file.setdefault(file, []).append(name)
+    return {name: tensor for file, names in by_file.items() for name, tensor in _read_file(file, names)}
+
+
+def _read_file(file: Path, names: Iterable[str]) -> list[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            present = set(opened.keys())
+            for name in names:
+                if name not in present:
+                    raise ModelError(f"shard {file} does not hold {name}, though the index says so")
+            return [(name, opened.get_tensor(name)) for name in names]
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _tensor_names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: Exception) -> ModelError:
+    size = file.stat().st_size if file.exists() else 0
+    return ModelError(f"{file} ({size} bytes) is truncated or not a safetensors file: {error}")
+
+
+def save_folder(model: Decoder, folder: str | Path, like: str | Path, shard_bytes: int | None = None) -> None:
+    """Write an HF folder: the weights in the model's dtype, and config, tokenizer and templates as they are in the folder `like`.
+
+    `shard_bytes` None: one file. Atomic: written beside, synced, then renamed, so that `folder` is always whole; an earlier folder of
+    that name is replaced. Raises ModelError: `like` is no model folder.
+    """
+    folder, like = Path(folder), Path(like)
+    if not (like / "config.json").is_file():
+        raise ModelError(f"{like} is not a model folder: it has no config.json to copy")
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        _copy_companions(like, fresh, str(model.embed.dtype).removeprefix("torch."))
+        write_tensors(fresh, hf_tensors(model), shard_bytes)
+        _sync(fresh)
+        _replace(fresh, folder)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int | None = None) -> None:
+    """Write `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor gets its own) and their index."""
+    shards = _shards(tensors, shard_bytes)
+    if len(shards) == 1:
+        save_file(dict(shards[0]), folder / SINGLE, metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(dict(shard), folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(tensors: Mapping[str, Tensor], shard_bytes: int | None) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        if shard_bytes is not None and shards[-1] and used + tensor.nbytes > shard_bytes:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        used += tensor.nbytes
+    return shards
+
+
+def _copy_companions(like: Path, fresh: Path, dtype: str) -> None:
+    """Everything beside the weights, byte for byte; config.json's dtype is corrected where the weights have another."""
+    for file in sorted(like.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(file, fresh / file.name)
+    config: dict[str, Any] = json.loads((fresh / "config.json").read_text())
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    if config.get(key, "float32") != dtype:
+        (fresh / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    """Rename cannot replace a folder that is not empty: the old one steps aside first."""
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old)

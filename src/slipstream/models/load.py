@@ -1,0 +1,62 @@
+"""From a folder or a spec to a `Decoder`. The one list of families is here (their config readers are in `spec`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.models import hf, llama, qwen3, qwen3_moe
+from slipstream.models.decoder import Decoder
+from slipstream.models.spec import ModelSpec
+
+_FAMILIES = {"qwen3_moe": qwen3_moe, "qwen3": qwen3, "llama": llama}
+
+
+def build_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:
+    """A decoder with random weights; on the meta device without any. The same seed gives the same weights, whatever the dtype."""
+    family = _FAMILIES[spec.family]
+    with torch.device("meta"):
+        model = Decoder(spec, family.block, family.NAMES).to(dtype)
+    if torch.device(device).type == "meta":
+        return model
+    model.to_empty(device=device)
+    _initialise(model, seed)
+    return model
+
+
+def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+    """The model of an HF folder, converted to `dtype`.
+
+    Raises ModelError: an unsupported architecture, or a file or tensor that is missing, truncated or of the wrong shape.
+    """
+    folder = Path(folder)
+    spec = ModelSpec.from_folder(folder)
+    family = _FAMILIES[spec.family]
+    with torch.device("meta"):
+        model = Decoder(spec, family.block, family.NAMES).to(dtype)
+    model.to_empty(device=device)
+    hf.load_hf_tensors(model, hf.read_tensors(folder), hf.tensor_files(folder))
+    return model
+
+
+@torch.no_grad()
+def _initialise(model: Decoder, seed: int) -> None:
+    """Normal weights with standard deviation 1/sqrt(inputs), so that activations keep their size at any width.
+
+    What writes into the residual stream is divided by sqrt(2 · layers) (Radford et al., "Language Models are Unsupervised Multitask
+    Learners", 2019, section 2.3). Norms are 1, biases 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    depth_scale = (2 * model.spec.num_layers) ** -0.5
+    for name, parameter in model.named_parameters():
+        last = name.rsplit(".", 1)[-1]
+        if "norm" in last:
+            parameter.fill_(1.0)
+        elif last.endswith("bias"):
+            parameter.zero_()
+        else:
+            inputs = parameter.shape[-1] if last in ("embed", "head") else parameter.shape[-2]
+            values: Tensor = torch.randn(parameter.shape, generator=generator) * inputs**-0.5
+            parameter.copy_(values * depth_scale if last in ("out", "down") else values)
