@@ -15,6 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.errors import StateError
+from slipstream.ops.native import LANES, check, dense_tokens, native_for
+
+MAX_HEAD_DIM = 512
+"""Of the native kernel, which keeps a query on the stack (MAX_HEAD in native.c)."""
 
 
 class DocLayout:
@@ -93,9 +97,42 @@ def paged_attention(
     with c tokens in the cache is the token at position c - n + i and sees positions up to its own.
     `block_table` int32 [S, max blocks]: block of each B tokens, in order (what lies behind the context is ignored);
     `query_starts` int32 [S + 1]: first row in `q` of each sequence, then T; `context` int32 [S]: tokens in the cache,
-    queries included. No gradient. Computed in fp32 whatever the dtype of the cache.
+    queries included. No gradient. Computed in fp32 whatever the dtype of the cache. Native for fp32 and d a multiple of 8; then a
+    token's result is bitwise the same whether it was a decode row or part of a prefill chunk.
     """
-    return paged_attention_reference(q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, scale)
+    _check_cache(k_cache_NBGd, v_cache_NBGd)
+    _check_batch(block_table_SB, query_starts_S1, context_S)
+    (tokens, heads, dim), (blocks, block_tokens, kv_heads, cache_dim) = q_THd.shape, k_cache_NBGd.shape
+    if heads % kv_heads or dim != cache_dim:
+        raise StateError(f"paged_attention: q has {heads} heads of {dim}, the cache {kv_heads} heads of {cache_dim}")
+    kernels = native_for(q_THd, k_cache_NBGd, v_cache_NBGd)
+    if kernels is None or dim % LANES or dim > MAX_HEAD_DIM:
+        return paged_attention_reference(q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, scale)
+    q_THd = dense_tokens(q_THd)
+    out_THd = torch.empty_like(q_THd)
+    inputs = (q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, out_THd)
+    sequences, width = block_table_SB.shape
+    sizes = (sequences, width, q_THd.stride(0), tokens, heads, kv_heads, dim, blocks, block_tokens)
+    check(kernels.paged_attention(*[x.data_ptr() for x in inputs], *sizes, scale), "paged_attention")
+    return out_THd
+
+
+def _check_cache(k_cache_NBGd: Tensor, v_cache_NBGd: Tensor) -> None:
+    if k_cache_NBGd.shape != v_cache_NBGd.shape or not (k_cache_NBGd.is_contiguous() and v_cache_NBGd.is_contiguous()):
+        shapes = tuple(k_cache_NBGd.shape), tuple(v_cache_NBGd.shape)
+        raise StateError(f"KV cache: k and v must be contiguous and of equal shape [N, B, G, d], got {shapes}")
+
+
+def _check_batch(block_table_SB: Tensor, query_starts_S1: Tensor, context_S: Tensor) -> None:
+    for name, x in (("block_table", block_table_SB), ("query_starts", query_starts_S1), ("context", context_S)):
+        if x.dtype is not torch.int32 or not x.is_contiguous():
+            raise StateError(f"paged_attention: {name} must be contiguous int32, got {x.dtype} with strides {x.stride()}")
+    sequences = block_table_SB.shape[0]
+    if query_starts_S1.shape != (sequences + 1,) or context_S.shape != (sequences,):
+        raise StateError(
+            f"paged_attention: {sequences} rows in block_table, {len(query_starts_S1)} query_starts, {len(context_S)} contexts; "
+            f"expected S, S + 1 and S"
+        )
 
 
 def paged_attention_reference(
@@ -124,7 +161,18 @@ def paged_attention_reference(
 
 def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, slots_T: Tensor) -> None:
     """Store the keys and values of T tokens in place. `slots` int64 [T]: block · block_tokens + offset of each token."""
-    write_kv_reference(k_TGd, v_TGd, k_cache_NBGd, v_cache_NBGd, slots_T)
+    _check_cache(k_cache_NBGd, v_cache_NBGd)
+    blocks, block_tokens, kv_heads, dim = k_cache_NBGd.shape
+    if k_TGd.shape != (len(slots_T), kv_heads, dim) or v_TGd.shape != k_TGd.shape or slots_T.dtype is not torch.int64:
+        shapes = tuple(k_TGd.shape), tuple(v_TGd.shape), tuple(slots_T.shape), slots_T.dtype
+        raise StateError(f"write_kv: k, v and int64 slots must be [T, {kv_heads}, {dim}] twice and [T], got {shapes}")
+    kernels = native_for(k_TGd, v_TGd, k_cache_NBGd, v_cache_NBGd)
+    if kernels is None or not slots_T.is_contiguous():
+        return write_kv_reference(k_TGd, v_TGd, k_cache_NBGd, v_cache_NBGd, slots_T)
+    k_TGd, v_TGd = dense_tokens(k_TGd), dense_tokens(v_TGd)
+    pointers = [x.data_ptr() for x in (k_TGd, v_TGd, k_cache_NBGd, v_cache_NBGd, slots_T)]
+    sizes = (len(slots_T), k_TGd.stride(0), v_TGd.stride(0), kv_heads * dim, blocks * block_tokens)
+    return check(kernels.write_kv(*pointers, *sizes), "write_kv")
 
 
 def write_kv_reference(k_TGd: Tensor, v_TGd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, slots_T: Tensor) -> None:

@@ -10,13 +10,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.errors import StateError
+from slipstream.ops.native import LANES, check, native_for
+
 
 def experts(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, gate_up_EDF: Tensor, down_EID: Tensor) -> Tensor:
     """y = Σ_k gate_k · down[id_k]( silu(gate[id_k](x)) · up[id_k](x) ).
 
-    `ids` are integers in 0..E-1 (not checked), `gates` any weights (need not sum to 1). Differentiable in x, gates and both weights.
+    `ids` are integers in 0..E-1, `gates` any weights (need not sum to 1). Differentiable in x, gates and both weights.
+    Native for D and I multiples of 8.
     """
-    return experts_reference(x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID)
+    _check_shapes(x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID)
+    kernels = native_for(x_TD, gates_TK, gate_up_EDF, down_EID)
+    num_experts, inner, dim = down_EID.shape
+    if kernels is None or dim % LANES or inner % LANES or not (gate_up_EDF.is_contiguous() and down_EID.is_contiguous()):
+        return experts_reference(x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID)
+    x_TD, ids_TK, gates_TK = x_TD.contiguous(), ids_TK.long().contiguous(), gates_TK.contiguous()
+    tokens, top_k = ids_TK.shape
+    y_TD = torch.empty_like(x_TD)
+    pointers = [x.data_ptr() for x in (x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID, y_TD)]
+    check(kernels.experts(*pointers, tokens, top_k, num_experts, dim, inner), "experts")
+    return y_TD
+
+
+def _check_shapes(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, gate_up_EDF: Tensor, down_EID: Tensor) -> None:
+    num_experts, inner, dim = down_EID.shape
+    if gate_up_EDF.shape != (num_experts, dim, 2 * inner) or x_TD.shape != (len(ids_TK), dim) or gates_TK.shape != ids_TK.shape:
+        shapes = [tuple(x.shape) for x in (x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID)]
+        raise StateError(f"experts: shapes {shapes}; expected [T, D], [T, K], [T, K], [E, D, 2 I], [E, I, D]")
 
 
 def experts_reference(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, gate_up_EDF: Tensor, down_EID: Tensor) -> Tensor:

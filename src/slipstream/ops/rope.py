@@ -6,8 +6,13 @@ features, r <= d rotated features (r < d: partial rotary, the rest passes throug
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
+
+from slipstream.errors import StateError
+from slipstream.ops.native import dense_tokens, native_for
 
 
 def rope(q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[Tensor, Tensor]:
@@ -16,7 +21,26 @@ def rope(q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[
     `cos` and `sin` repeat themselves in both halves, as in `cat(freqs, freqs)`.
     Source: Su et al., "RoFormer", 2021, section 3.2; the pairing of halves is that of GPT-NeoX.
     """
-    return rope_reference(q_THd, k_TGd, cos_Tr, sin_Tr)
+    rotary, dim = cos_Tr.shape[1], q_THd.shape[2]
+    if rotary > dim or rotary % 2 or sin_Tr.shape != cos_Tr.shape or not len(q_THd) == len(k_TGd) == len(cos_Tr):
+        shapes = [tuple(x.shape) for x in (q_THd, k_TGd, cos_Tr, sin_Tr)]
+        raise StateError(
+            f"rope: q, k, cos, sin have shapes {shapes}; expected [T, H, d], [T, G, d], [T, r], [T, r] with r even and at most d"
+        )
+    kernels = native_for(q_THd, k_TGd, cos_Tr, sin_Tr)
+    if kernels is None or not (cos_Tr.is_contiguous() and sin_Tr.is_contiguous()):
+        return rope_reference(q_THd, k_TGd, cos_Tr, sin_Tr)
+    return _native(kernels, q_THd, cos_Tr, sin_Tr), _native(kernels, k_TGd, cos_Tr, sin_Tr)
+
+
+def _native(kernels: ctypes.CDLL, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
+    tokens, heads, dim = x_THd.shape
+    x_THd = dense_tokens(x_THd)
+    out = torch.empty_like(x_THd)
+    kernels.rope(
+        x_THd.data_ptr(), cos_Tr.data_ptr(), sin_Tr.data_ptr(), out.data_ptr(), tokens, heads, x_THd.stride(0), dim, cos_Tr.shape[1]
+    )
+    return out
 
 
 def rope_reference(q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,111 @@
+"""Compiles and loads `native.c`, and decides whether a call may use it.
+
+It knows no op: each op module passes pointers and sizes. The shared library lies in the user's cache, named by a hash of the
+source, the flags and the processor, so that a changed source or another machine gets its own; it is written under a temporary
+name and renamed, so that processes starting together cannot see half a file.
+
+Cache: $SLIPSTREAM_CACHE, else $XDG_CACHE_HOME/slipstream, else ~/.cache/slipstream. Compiler: $CC, else `cc`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import StateError
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-std=gnu11")
+LANES = 8
+"""Floats per vector: feature counts must be multiples of it."""
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "rms_norm": (None, [_P] * 3 + [_I] * 4 + [_F]),
+    "rope": (None, [_P] * 4 + [_I] * 5),
+    "write_kv": (ctypes.c_int, [_P] * 5 + [_I] * 5),
+    "paged_attention": (ctypes.c_int, [_P] * 7 + [_I] * 9 + [_F]),
+    "experts": (ctypes.c_int, [_P] * 6 + [_I] * 5),
+}
+_ERRORS = {-1: "out of memory", -2: "an index lies outside its array (expert id, slot, block, or query range)"}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, compiled at first use; None (with one warning) when this machine cannot compile them."""
+    try:
+        path = _compiled(_cache_folder())
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        warnings.warn(
+            f"slipstream: the native CPU kernels could not be compiled, so the much slower torch reference serves instead. "
+            f"Install a C compiler (cc, or name one in CC). Reason: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    loaded = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def native_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The kernels if they can serve these inputs: fp32 on the CPU, and no gradient wanted. None: take the torch reference."""
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor.dtype is not torch.float32 or not tensor.is_cpu or (grad and tensor.requires_grad):
+            return None
+    return library()
+
+
+def check(code: int, op: str) -> None:
+    """Raise StateError when a kernel refused its input."""
+    if code:
+        raise StateError(f"{op}: {_ERRORS.get(code, f'error {code}')}")
+
+
+def dense_tokens(x_THd: Tensor) -> Tensor:
+    """`x` itself if each token's heads lie dense in memory (tokens may be strided: a slice of a fused qkv), else a copy."""
+    stride, (_, heads, dim) = x_THd.stride(), x_THd.shape
+    return x_THd if stride[2] == 1 and (heads == 1 or stride[1] == dim) else x_THd.contiguous()
+
+
+def _cache_folder() -> Path:
+    named = os.environ.get("SLIPSTREAM_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
+def _compiled(folder: Path) -> Path:
+    compiler = os.environ.get("CC", "cc")
+    identity = "\n".join((SOURCE.read_text(), compiler, *FLAGS, platform.machine(), _cpu_flags()))
+    path = folder / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fresh = Path(scratch) / path.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        fresh.replace(path)
+    return path
+
+
+def _cpu_flags() -> str:
+    """What -march=native depends on: a home folder may be shared by different machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    return next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
