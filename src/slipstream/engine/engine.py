@@ -1,0 +1,350 @@
+"""The embedded engine as three verbs: schedule a step, run the model on it, postprocess what was sampled.
+
+Synchronous and single-threaded: the caller (a server's event loop, a test, a benchmark) calls `step` while `has_work`, and `add`, `abort`
+and `commit` between steps. Only `prepare` may run in another thread meanwhile. Knows nothing of HTTP, chat or rewards.
+
+Shape suffixes: S sequences of the step, N sampled tokens of a request, T token positions, L MoE layers, K experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slipstream.chat.tokenizer import ChatTokenizer
+from slipstream.config.serve import EngineConfig
+from slipstream.engine.kv import KvCache
+from slipstream.engine.runner import Runner
+from slipstream.engine.sampler import sample
+from slipstream.engine.scheduler import Plan, Scheduler
+from slipstream.engine.sequence import Sequence, SlotTable
+from slipstream.engine.stops import StopText
+from slipstream.engine.weights import LiveWeights
+from slipstream.errors import ConfigError, EngineError, EngineUnavailable, RequestError
+from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion, Routing
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did: requests that ended, and the tokens that it sampled (one for each of some requests)."""
+
+    finished: list[Completion] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    tokens_S: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs_S: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @property
+    def tokens(self) -> list[tuple[str, list[int], list[float]]]:
+        """(request id, new token ids, their logprobs), for streaming. Built when asked for: few steps need it."""
+        tokens, logprobs = self.tokens_S.tolist(), self.logprobs_S.tolist()
+        return [(name, [token], [logprob]) for name, token, logprob in zip(self.ids, tokens, logprobs, strict=True)]
+
+
+class EmbeddedEngine:
+    """One model, one KV pool, one step loop."""
+
+    def __init__(self, folder: str | Path, config: EngineConfig, seq_len: int, seed: int = 0, version: int = 0) -> None:
+        """Load the HF model in `folder` as policy version `version` (-1: nothing is live until the first commit).
+
+        `seq_len` is the context in tokens. `seed` draws the seeds of requests that bring none. Sets torch's threads to config.threads.
+        Raises ModelError or ConfigError.
+        """
+        torch.set_num_threads(config.threads)
+        self.folder, self.config, self.seq_len = Path(folder), config, seq_len
+        dtype = _DTYPES[config.dtype]
+        self._weights = LiveWeights(self.folder, dtype, version)
+        spec = self.spec = self._weights.model.spec
+        if seq_len > spec.max_positions:
+            raise ConfigError(
+                f"model.seq_len = {seq_len} is more than the {spec.max_positions} positions of the model in {folder}: lower model.seq_len"
+            )
+        self._capture = config.capture_routing and bool(spec.moe_layers)
+        self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, self._capture)
+        self._table = SlotTable(config.max_running, seq_len, config.block_tokens)
+        self._scheduler = Scheduler(self._table, self._cache, config.max_step_tokens, config.prefix_cache)
+        self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts, dtype)
+        self._random = np.random.default_rng(seed)
+        self._by_id: dict[str, Sequence] = {}
+        self._ended: list[Completion] = []
+        self._paused = False
+        self._started_s = time.perf_counter()
+        self.tokens_generated = 0
+        self.tokens_prefilled = 0
+        self.busy_s = 0.0
+        """Seconds spent in `step`."""
+        self.outcomes: Counter[FinishReason] = Counter()
+
+    # ---- requests ----
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request; its completion comes out of a later `step`.
+
+        Raises RequestError: it can never succeed. EngineUnavailable: too many are waiting.
+        """
+        if len(self._scheduler.waiting) >= self.config.max_waiting:
+            raise EngineUnavailable(
+                f"request {request.id}: {self.config.max_waiting} requests are waiting already (engine.max_waiting); try again later"
+            )
+        limit = self._checked_limit(request)
+        sampling = request.sampling
+        seed = int(self._random.integers(1 << 63)) if sampling.seed is None else sampling.seed
+        stop_ids = tuple({*self._eos_ids, *sampling.stop_token_ids})
+        tokens_T = np.asarray(request.prompt_T, np.int32)
+        sequence = Sequence(request, seed, limit, stop_ids, time.perf_counter(), tokens_T)
+        self._by_id[request.id] = sequence
+        self._scheduler.waiting.append(sequence)
+
+    def abort(self, request_ids: Ordered[str]) -> None:
+        """End these requests with finish reason `abort` and free what they hold; unknown ids are ignored.
+
+        Their completions, with what was sampled so far, come out of the next `step`.
+        """
+        sequences = [self._by_id[name] for name in dict.fromkeys(request_ids) if name in self._by_id]
+        waiting = {id(sequence) for sequence in sequences if sequence.slot < 0}
+        if waiting:
+            kept = [sequence for sequence in self._scheduler.waiting if id(sequence) not in waiting]
+            self._scheduler.waiting.clear()
+            self._scheduler.waiting.extend(kept)
+        self._end([(sequence, "abort") for sequence in sequences], self._ended)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        runnable = self._scheduler.running or self._scheduler.waiting
+        return bool(self._ended or (runnable and not self._paused))
+
+    # ---- the step ----
+
+    @torch.inference_mode()
+    def step(self) -> StepResult:
+        """Schedule, run, postprocess. Returns at once when there is nothing to do or the engine is paused."""
+        began = time.perf_counter()
+        result = StepResult(finished=self._ended)
+        self._ended = []
+        plan = None if self._paused else self._scheduler.plan(self._weights.number, began)
+        if plan is not None:
+            logits_SV = self._runner.run(self._weights.model, plan)
+            self._postprocess(plan, logits_SV, result)
+        self.busy_s += time.perf_counter() - began
+        return result
+
+    def _postprocess(self, plan: Plan, logits_SV: torch.Tensor, result: StepResult) -> None:
+        """Sample, append, and end what has reached its end."""
+        table = self._table
+        table.context_R[plan.slots_S] += plan.counts_S
+        self.tokens_prefilled += plan.num_tokens - plan.num_decode
+        slots_S = plan.slots_S[plan.samples_S]
+        if not len(slots_S):
+            return
+        tokens_S, logprobs_S = sample(logits_SV, table.sample_params(slots_S))
+        stopped_S, full_S = table.append_sampled(slots_S, tokens_S, logprobs_S)
+        self.tokens_generated += len(slots_S)
+        at = self._scheduler.at
+        sequences = [at(slot) for slot in slots_S.tolist()]
+        result.ids, result.tokens_S, result.logprobs_S = [sequence.id for sequence in sequences], tokens_S, logprobs_S
+        if plan.num_tokens != plan.num_decode:
+            self._note_first_tokens(sequences)
+        for i in np.flatnonzero(table.has_stop_text_R[slots_S] & ~stopped_S):
+            stopped_S[i] = self._hits_stop_text(sequences[i])
+        ended = np.flatnonzero(stopped_S | full_S)
+        if len(ended):
+            self._end([(sequences[i], "stop" if stopped_S[i] else "length") for i in ended], result.finished)
+
+    def _note_first_tokens(self, sequences: list[Sequence]) -> None:
+        now = time.perf_counter()
+        for sequence in sequences:
+            if not sequence.first_token_s:
+                sequence.first_token_s = now
+
+    def _hits_stop_text(self, sequence: Sequence) -> bool:
+        end = int(self._table.length_R[sequence.slot])
+        completion_N = self._table.tokens_RT[sequence.slot, sequence.prompt_tokens : end]
+        return self._stop_text.hit(completion_N, sequence.request.sampling.stop)
+
+    # ---- the end of a request ----
+
+    def _end(self, ended: list[tuple[Sequence, FinishReason]], into: list[Completion]) -> None:
+        """Free what these sequences hold and append their completions to `into`."""
+        now = time.perf_counter()
+        held = {id(sequence): self._read_blocks(sequence) for sequence, _ in ended}
+        self._scheduler.leave([sequence for sequence, _ in ended if sequence.slot >= 0])
+        for sequence, reason in ended:
+            del self._by_id[sequence.id]
+            self.outcomes[reason] += 1
+            routing, kv_age = held[id(sequence)]
+            tokens_N = sequence.tokens_T[sequence.prompt_tokens :]
+            into.append(
+                Completion(
+                    id=sequence.id,
+                    tokens_N=tokens_N,
+                    logprobs_N=sequence.logprobs_N,
+                    versions=sequence.versions(len(tokens_N)),
+                    finish_reason=reason,
+                    routing=routing,
+                    cached_tokens=sequence.cached_tokens,
+                    kv_age=kv_age,
+                    timings=sequence.timings(now),
+                )
+            )
+
+    def _read_blocks(self, sequence: Sequence) -> tuple[Routing | None, int]:
+        """Routing rows from `routing_from` on, and the age of the oldest KV block, of a sequence that is about to go."""
+        running = sequence.slot >= 0
+        length = int(self._table.length_R[sequence.slot]) if running else len(sequence.tokens_T)
+        context = int(self._table.context_R[sequence.slot]) if running else 0
+        used = np.array(sequence.blocks[: self._scheduler.blocks_for(context)], np.int64)
+        kv_age = self._weights.number - int(self._cache.versions_N[used].min()) if len(used) else 0
+        if not self._capture:
+            return None, kv_age
+        start = sequence.request.routing_from
+        position_T = np.arange(start, max(start, length - 1))
+        valid_T = position_T < context
+        known_T, block = position_T[valid_T], self.config.block_tokens
+        ids_TLK = np.zeros((len(position_T), *self._cache.routing.shape[1:]), self._cache.routing.dtype)
+        ids_TLK[valid_T] = self._cache.routing[used[known_T // block] * block + known_T % block]
+        return Routing(start, ids_TLK, valid_T), kv_age
+
+    # ---- weights ----
+
+    def prepare(self, version: PolicyVersion) -> None:
+        """Load and verify new weights beside the live ones; may run in another thread. Idempotent.
+
+        Raises EngineError when they cannot be read, do not fit, or do not have the version's fingerprint.
+        """
+        self._weights.prepare(version)
+
+    def commit(self, number: int) -> None:
+        """Swap the prepared weights in. Between steps; idempotent for the live version. Raises EngineError when it is not prepared.
+
+        Sequences with sampled tokens go on (`keep`), are recomputed under the new weights, or are aborted: `config.on_update`.
+        """
+        previous = self._weights.number
+        if not self._weights.commit(number) or previous < 0:
+            return
+        if self.config.on_update == "abort":
+            begun = [s.id for s in (*self._scheduler.running, *self._scheduler.waiting) if s.slot >= 0 or len(s.logprobs_N)]
+            self.abort(begun)
+        elif self.config.on_update == "recompute":
+            self._scheduler.recompute_all()
+        for sequence in self._scheduler.running:
+            sequence.stamp(number, int(self._table.length_R[sequence.slot]) - sequence.prompt_tokens)
+
+    # ---- control and what it says about itself ----
+
+    def pause(self) -> None:
+        """Take no steps; requests are still accepted."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def state(self) -> EngineState:
+        prepared = self._weights.prepared
+        pool = self._scheduler.pool
+        return EngineState(
+            live_version=self._weights.number,
+            fingerprint=self._weights.fingerprint,
+            prepared_version=None if prepared is None else prepared.number,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            kv_used_frac=pool.used / pool.num_blocks,
+            paused=self._paused,
+            generated_tokens=self.tokens_generated,
+            busy_s=self.busy_s,
+            uptime_s=time.perf_counter() - self._started_s,
+        )
+
+    @property
+    def tokens_cached(self) -> int:
+        """Prompt tokens whose KV came from the prefix cache."""
+        return self._scheduler.tokens_cached
+
+    @property
+    def preemptions(self) -> int:
+        return self._scheduler.preemptions
+
+    @property
+    def expert_load(self) -> np.ndarray:
+        """[L, E]: tokens that each expert of each MoE layer has processed."""
+        return self._runner.expert_load_LE
+
+    @property
+    def kv_age_max(self) -> int:
+        """Policy versions between the live one and the oldest KV block in use now."""
+        blocks = [block for sequence in self._scheduler.running for block in sequence.blocks]
+        return self._weights.number - int(self._cache.versions_N[blocks].min()) if blocks else 0
+
+    def check_integrity(self) -> None:
+        """Raises StateError unless every KV block is accounted for."""
+        self._scheduler.check_integrity()
+
+    # ---- checks ----
+
+    def _checked_limit(self, request: GenerateRequest) -> int:
+        """Most tokens in all, or RequestError."""
+        prompt_T, sampling = request.prompt_T, request.sampling
+        if request.id in self._by_id:
+            raise RequestError(f"request {request.id}: a request with this id is running; ids must be unique among live requests")
+        if len(prompt_T) == 0:
+            raise RequestError(f"request {request.id}: the prompt is empty; it needs at least one token")
+        if len(prompt_T) + 1 > self.seq_len:
+            raise RequestError(
+                f"request {request.id}: a prompt of {len(prompt_T)} tokens leaves no room in a context of {self.seq_len}; shorten it"
+            )
+        lowest, highest = int(prompt_T.min()), int(prompt_T.max())
+        if lowest < 0 or highest >= self.spec.vocab_size:
+            raise RequestError(
+                f"request {request.id}: token id {lowest if lowest < 0 else highest} is not in the vocabulary of {self.spec.vocab_size}"
+            )
+        _check_sampling(request)
+        limit = min(len(prompt_T) + sampling.max_tokens, self.seq_len)
+        blocks = self._scheduler.blocks_for(limit - 1)
+        if blocks > self._cache.num_blocks:
+            raise RequestError(
+                f"request {request.id}: prompt + max_tokens = {limit} tokens need {blocks} KV blocks, but there are {self._cache.num_blocks}: "
+                "lower max_tokens or raise engine.kv_memory_mib"
+            )
+        if sampling.stop:
+            self._stop_text  # noqa: B018  a missing tokenizer is the request's problem, not the step's
+        return limit
+
+    @cached_property
+    def _eos_ids(self) -> frozenset[int]:
+        has_tokenizer = (self.folder / "tokenizer.json").exists()
+        return frozenset(self.spec.eos_ids) | (self._tokenizer.eos_ids if has_tokenizer else frozenset())
+
+    @cached_property
+    def _tokenizer(self) -> ChatTokenizer:
+        return ChatTokenizer.load(self.folder, need_template=False)
+
+    @cached_property
+    def _stop_text(self) -> StopText:
+        return StopText(self._tokenizer)
+
+
+def _check_sampling(request: GenerateRequest) -> None:
+    """Raises RequestError for values that no distribution has."""
+    s = request.sampling
+    wrong = {
+        "temperature": not 0 <= s.temperature < float("inf"),
+        "top_p": not 0 < s.top_p <= 1,
+        "top_k": s.top_k < 0,
+        "min_p": not 0 <= s.min_p <= 1,
+        "max_tokens": s.max_tokens < 1,
+        "stop": any(not text for text in s.stop),
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise RequestError(f"request {request.id}: {name} = {getattr(s, name)!r} is out of range")
+
+
+__all__ = ["EmbeddedEngine", "EngineError", "StepResult"]

@@ -1,0 +1,69 @@
+"""Prefix cache: finds KV blocks (with their routing rows) whose tokens and all tokens before them are the same.
+
+The key of a block chains over the whole prefix: key_i = H(key_{i-1}, tokens of block i), and key_{-1} comes from the request's salt, so
+prefixes of different salts never meet. Only full blocks have a key. Knows nothing of weights: the salt carries the policy version.
+
+A block may be inserted as soon as the step that fills it is planned: within a step each layer writes all keys and values before anybody
+attends, so sequences admitted in the same step (the rollouts of one group) share the prompt that the first of them computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import xxhash
+
+from slipstream.engine.kv import BlockPool
+
+
+def extend_keys(keys: list[bytes], tokens_T: np.ndarray, salt: int, block_tokens: int) -> None:
+    """Append the keys of the full blocks of `tokens_T` that `keys` does not cover yet. 128-bit xxh3: collisions do not happen."""
+    full = len(tokens_T) // block_tokens
+    if len(keys) >= full:
+        return
+    raw = np.ascontiguousarray(tokens_T[: full * block_tokens], np.int32).tobytes()
+    size = 4 * block_tokens
+    previous = keys[-1] if keys else b"salt:%d" % salt
+    for i in range(len(keys), full):
+        previous = xxhash.xxh3_128_digest(previous + raw[i * size : (i + 1) * size])
+        keys.append(previous)
+
+
+class PrefixCache:
+    """Key -> block, for blocks whose content is (or in this step becomes) complete."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        pool.forget = self._forget
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known prefix. The caller shares them before it allocates anything."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def insert(self, key: bytes, block: int) -> None:
+        """Make a used block findable. When another block has the same content, that one stays the entry."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+            self._pool.set_findable(block)
+
+    def clear(self) -> None:
+        """Drop every entry: no later request finds KV that was written until now."""
+        for block in list(self._key_of):
+            self._forget(block)
+            self._pool.set_unfindable(block)
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._key_of.pop(block)]

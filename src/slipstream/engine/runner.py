@@ -1,0 +1,126 @@
+"""Runs the model on one planned step: gathers the flat batch from the slot table, and serves the model's two seams.
+
+`attend` writes the new keys and values into the paged cache and attends over it; `route` takes the model's own choice of experts and
+keeps it, so that after the pass every processed token has its routing row beside its KV. Knows nothing of requests or sampling.
+
+Small fp32 batches are padded to four rows with copies of row 0 (same token, position and KV slot, so the same values are written
+twice): below four rows, matrix products take another path and a token's result would depend on who else is in the batch.
+
+Shape suffixes: T tokens of the step, S sequences, H query heads, G KV heads, d head dim, L MoE layers, K experts, E expert count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slipstream.engine.kv import KvCache
+from slipstream.engine.scheduler import Plan
+from slipstream.engine.sequence import SlotTable
+from slipstream.models.context import native_route
+from slipstream.models.decoder import Decoder
+from slipstream.ops import paged_attention, write_kv
+
+MIN_ROWS = 4
+"""Row-invariant fp32 products need at least this many rows (measured with MKL; bf16 has no such limit)."""
+
+
+@dataclass(slots=True)
+class FlatBatch:
+    """What the model and the attention need to know of a step, as arrays."""
+
+    tokens_T: np.ndarray
+    positions_T: np.ndarray
+    slots_T: np.ndarray
+    """KV slot of each token: block * block_tokens + offset."""
+    block_table_SB: np.ndarray
+    query_starts_S1: np.ndarray
+    context_S: np.ndarray
+
+
+class PagedContext:
+    """The engine's side of `models.context.Context`, for one pass."""
+
+    def __init__(self, cache: KvCache, batch: FlatBatch, scale: float) -> None:
+        self.ids_LTK: list[torch.Tensor] = []
+        self._cache = cache
+        self._scale = scale
+        self._slots_T = torch.from_numpy(batch.slots_T)
+        self._block_table_SB = torch.from_numpy(batch.block_table_SB)
+        self._query_starts_S1 = torch.from_numpy(batch.query_starts_S1)
+        self._context_S = torch.from_numpy(batch.context_S)
+
+    def attend(self, layer: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor) -> torch.Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        write_kv(k_TGd, v_TGd, keys, values, self._slots_T)
+        return paged_attention(q_THd, keys, values, self._block_table_SB, self._query_starts_S1, self._context_S, self._scale)
+
+    def route(self, moe_layer: int, scores_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+        ids_TK = native_route(scores_TE, top_k)
+        self.ids_LTK.append(ids_TK)
+        return ids_TK
+
+
+class Runner:
+    """Binds the slot table and the KV cache to a model of this shape."""
+
+    def __init__(self, table: SlotTable, cache: KvCache, head_dim: int, num_experts: int, dtype: torch.dtype) -> None:
+        self._table = table
+        self._cache = cache
+        self._scale = head_dim**-0.5
+        self._min_rows = MIN_ROWS if dtype == torch.float32 else 1
+        self._offsets_L11 = (np.arange(cache.num_moe_layers) * num_experts)[:, None, None]
+        self.expert_load_LE = np.zeros((cache.num_moe_layers, num_experts if cache.num_moe_layers else 0), np.int64)
+        """Tokens that each expert has processed."""
+
+    def run(self, model: Decoder, plan: Plan) -> torch.Tensor:
+        """Process the planned tokens. Returns fp32 logits of the sequences that sample, in plan order (none: 0 rows)."""
+        batch = self._flat(plan)
+        context = PagedContext(self._cache, batch, self._scale)
+        hidden_TD = model(torch.from_numpy(batch.tokens_T), torch.from_numpy(batch.positions_T), context)
+        if context.ids_LTK and self._cache.num_moe_layers:
+            self._capture(context.ids_LTK, batch.slots_T[: plan.num_tokens])
+        if plan.num_tokens == plan.num_decode:
+            return model.logits(hidden_TD)[: plan.num_tokens].float()
+        rows = batch.query_starts_S1[1 : len(plan.slots_S) + 1][plan.samples_S] - 1
+        if not len(rows):
+            return hidden_TD.new_zeros((0, 1), dtype=torch.float32)
+        padded = np.concatenate([rows, np.repeat(rows[:1], max(0, self._min_rows - len(rows)))])
+        return model.logits(hidden_TD[torch.from_numpy(padded)])[: len(rows)].float()
+
+    def _flat(self, plan: Plan) -> FlatBatch:
+        table, block_tokens = self._table, self._table.block_tokens
+        pad = max(0, self._min_rows - plan.num_tokens)
+        slots_S, first_S = plan.slots_S, table.context_R[plan.slots_S]
+        context_S = first_S + plan.counts_S
+        if plan.num_tokens == plan.num_decode:
+            slot_T, position_T = slots_S, first_S
+            starts_S1 = np.arange(len(slots_S) + 1, dtype=np.int32)
+        else:
+            starts_S1 = np.zeros(len(slots_S) + 1, np.int32)
+            np.cumsum(plan.counts_S, out=starts_S1[1:])
+            slot_T = np.repeat(slots_S, plan.counts_S)
+            position_T = np.arange(plan.num_tokens, dtype=np.int32) + np.repeat(first_S - starts_S1[:-1], plan.counts_S)
+        if pad:
+            slot_T, position_T = (np.concatenate([x, np.repeat(x[:1], pad)]) for x in (slot_T, position_T))
+            slots_S = np.concatenate([slots_S, np.repeat(slots_S[:1], pad)])
+            context_S = np.concatenate([context_S, np.repeat(first_S[:1] + 1, pad)])
+            starts_S1 = np.concatenate([starts_S1, starts_S1[-1] + np.arange(1, pad + 1, dtype=np.int32)])
+        width = (int(context_S.max()) - 1) // block_tokens + 1
+        kv_slots_T = table.blocks_RB[slot_T, position_T // block_tokens].astype(np.int64) * block_tokens + position_T % block_tokens
+        return FlatBatch(
+            tokens_T=table.tokens_RT[slot_T, position_T].astype(np.int64),
+            positions_T=position_T.astype(np.int64),
+            slots_T=kv_slots_T,
+            block_table_SB=table.blocks_RB[:, :width].take(slots_S, axis=0),
+            query_starts_S1=starts_S1,
+            context_S=context_S.astype(np.int32),
+        )
+
+    def _capture(self, ids: list[torch.Tensor], slots_T: np.ndarray) -> None:
+        ids_LTK = torch.stack(ids)[:, : len(slots_T)].numpy()
+        self._cache.routing[slots_T] = ids_LTK.transpose(1, 0, 2)
+        counts = np.bincount((ids_LTK + self._offsets_L11).ravel(), minlength=self.expert_load_LE.size)
+        self.expert_load_LE += counts.reshape(self.expert_load_LE.shape)

@@ -1,0 +1,180 @@
+"""What runs in the next step: continuous batching with chunked prefill over a bounded pool of KV blocks.
+
+Order within a step: every decoding sequence gets one token; then prompts that are under way get chunks, oldest first, within
+`max_step_tokens`; then waiting requests are admitted in order of arrival. A sequence is admitted only when blocks for all its known
+tokens are there, so a prefill never stops half-way; only decoding grows, and when no block is left the newest running sequence is
+preempted: its blocks go (full ones stay findable), its tokens, logprobs and stamps stay, and it waits at the front to be recomputed.
+
+Knows nothing of the model, of sampling or of why a sequence ends. Shape suffixes: S sequences of the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.engine.kv import BlockPool, KvCache
+from slipstream.engine.prefix import PrefixCache, extend_keys
+from slipstream.engine.sequence import Sequence, SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: sequences by slot, and how many tokens each processes. Decoding ones first."""
+
+    slots_S: np.ndarray
+    counts_S: np.ndarray
+    samples_S: np.ndarray
+    """Whether the sequence's last known token is among those processed: then it samples."""
+    num_decode: int
+    num_tokens: int
+
+
+class Scheduler:
+    """Waiting and running sequences. `running` is in order of admission, the newest last; it is replaced, never mutated."""
+
+    def __init__(self, table: SlotTable, cache: KvCache, max_step_tokens: int, prefix_cache: bool) -> None:
+        self.table = table
+        self.pool = BlockPool(cache.num_blocks)
+        self.prefix = PrefixCache(self.pool) if prefix_cache else None
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.tokens_cached = 0
+        self._cache = cache
+        self._max_step_tokens = max_step_tokens
+        self._at: dict[int, Sequence] = {}
+        self._order_S = np.zeros(0, np.int64)
+
+    def at(self, slot: int) -> Sequence:
+        return self._at[slot]
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.table.block_tokens)
+
+    def plan(self, version: int, now: float) -> Plan | None:
+        """The next step, or None when nothing can run. Blocks that the step fills become findable here: see `prefix`.
+
+        `version` is stamped on new blocks and on sequences that are admitted; `now` (seconds) on the latter.
+        """
+        decode_S = self._grow(version)
+        budget = self._max_step_tokens - len(decode_S)
+        slots, counts = [], []
+        for sequence in self._prefilling(budget, version, now):
+            chunk = min(budget, self._missing(sequence))
+            self._make_findable(sequence, int(self.table.context_R[sequence.slot]) + chunk)
+            slots.append(sequence.slot)
+            counts.append(chunk)
+            budget -= chunk
+            if budget == 0:
+                break
+        slots_S = np.concatenate([decode_S, np.array(slots, np.int64)]) if slots else decode_S
+        if not len(slots_S):
+            return None
+        counts_S = np.ones(len(slots_S), np.int32)
+        counts_S[len(decode_S) :] = counts
+        samples_S = self.table.context_R[slots_S] + counts_S == self.table.length_R[slots_S]
+        return Plan(slots_S, counts_S, samples_S, len(decode_S), self._max_step_tokens - budget)
+
+    def leave(self, sequences: list[Sequence]) -> None:
+        """Take running sequences out; their full blocks stay findable. Whether they wait again is the caller's business."""
+        for sequence in sequences:
+            slot = sequence.slot
+            context = int(self.table.context_R[slot])
+            if self.prefix is not None:
+                extend_keys(sequence.keys, self.table.tokens_RT[slot, :context], sequence.request.salt, self.table.block_tokens)
+                self._make_findable(sequence, context, first=0)
+            self.pool.release(self.table.leave(sequence))
+            del self._at[slot]
+        self.running = [sequence for sequence in self.running if sequence.slot >= 0]
+        self._order_S = np.array([sequence.slot for sequence in self.running], np.int64)
+
+    def recompute_all(self) -> None:
+        """Every running sequence loses its KV and waits, in order, to be computed again; nothing stays findable."""
+        sequences = self.running
+        self.leave(sequences)
+        self.waiting.extendleft(reversed(sequences))
+        if self.prefix is not None:
+            self.prefix.clear()
+
+    def check_integrity(self) -> None:
+        """Raises StateError unless free + cached + used = total and every reference is accounted for."""
+        self.pool.check_integrity(sequence.blocks for sequence in self.running)
+
+    def _missing(self, sequence: Sequence) -> int:
+        return int(self.table.length_R[sequence.slot] - self.table.context_R[sequence.slot])
+
+    def _grow(self, version: int) -> np.ndarray:
+        """Slots that decode, each with a block for its next token; preempts the newest sequences until there is one."""
+        table = self.table
+        while True:
+            slots_S = self._order_S
+            context_S = table.context_R[slots_S]
+            decode_S = slots_S[table.length_R[slots_S] - context_S == 1]
+            lacking = decode_S[table.context_R[decode_S] >= table.num_blocks_R[decode_S] * table.block_tokens]
+            for slot in lacking.tolist():
+                if self.pool.available == 0:
+                    self._preempt(self.running[-1])
+                    break
+                self._append_blocks(self._at[slot], 1, version)
+            else:
+                return decode_S
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.leave([sequence])
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _append_blocks(self, sequence: Sequence, count: int, version: int) -> None:
+        blocks = self.pool.allocate(count)
+        self._cache.versions_N[blocks] = version
+        self.table.append_blocks(sequence, blocks)
+
+    def _prefilling(self, budget: int, version: int, now: float) -> Iterator[Sequence]:
+        """Running sequences with more than one token to process, then newly admitted ones. Stop taking them when the budget is used up."""
+        if budget <= 0:
+            return
+        missing_S = self.table.length_R[self._order_S] - self.table.context_R[self._order_S]
+        for slot in self._order_S[missing_S > 1].tolist():
+            yield self._at[slot]
+        while self.waiting and self.table.free and self._admit(self.waiting[0], version, now):
+            yield self.waiting.popleft()
+
+    def _admit(self, sequence: Sequence, version: int, now: float) -> bool:
+        """Give it a slot and blocks for all its known tokens, unless that would leave running ones without a block to grow into."""
+        hit = self._match(sequence)
+        fresh = self.blocks_for(len(sequence.tokens_T)) - len(hit)
+        idle = sum(map(self.pool.is_idle, hit))
+        if fresh + idle + len(self.running) > self.pool.available and (self.running or fresh + idle > self.pool.available):
+            return False
+        self.pool.share(hit)
+        cached = len(hit) * self.table.block_tokens
+        self.table.enter(sequence, hit, cached)
+        self._at[sequence.slot] = sequence
+        self._append_blocks(sequence, fresh, version)
+        sequence.stamp(version, len(sequence.logprobs_N))
+        if not sequence.admitted_s:
+            sequence.admitted_s, sequence.cached_tokens = now, cached
+        self.tokens_cached += cached
+        self.running = [*self.running, sequence]
+        self._order_S = np.append(self._order_S, sequence.slot)
+        return True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Findable blocks of its prefix, but never its last token: that one must be processed to sample from."""
+        if self.prefix is None:
+            return []
+        extend_keys(sequence.keys, sequence.tokens_T, sequence.request.salt, self.table.block_tokens)
+        return self.prefix.match(sequence.keys[: (len(sequence.tokens_T) - 1) // self.table.block_tokens])
+
+    def _make_findable(self, sequence: Sequence, context: int, first: int | None = None) -> None:
+        """Enter its full blocks up to `context` tokens into the prefix cache."""
+        if self.prefix is None:
+            return
+        if first is None:
+            first = int(self.table.context_R[sequence.slot]) // self.table.block_tokens
+        for i in range(first, context // self.table.block_tokens):
+            self.prefix.insert(sequence.keys[i], sequence.blocks[i])

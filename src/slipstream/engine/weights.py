@@ -1,0 +1,78 @@
+"""The live model, and the next one being made beside it.
+
+`prepare` may run in another thread while the live model serves: it touches only the spare model. `commit` exchanges two references. The
+retired model is kept as the next spare, so the engine holds the weights at most twice and publishing allocates nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from slipstream.errors import EngineError, ModelError
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf import load_hf_tensors, read_tensors
+from slipstream.models.load import build_model, load_model
+from slipstream.transport.weights import TENSORS_FILE, fingerprint, fingerprint_file, read_header, verify
+from slipstream.types import PolicyVersion
+
+
+class LiveWeights:
+    """Which policy version samples, and which one is ready to."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, number: int) -> None:
+        """Loads the model folder as version `number`. Raises ModelError when it cannot be used."""
+        self._dtype = dtype
+        self.model: Decoder = load_model(folder, dtype).eval().requires_grad_(False)
+        self.number = number
+        self.fingerprint = fingerprint_folder(folder)
+        self.prepared: PolicyVersion | None = None
+        self._prepared_model: Decoder | None = None
+        self._spare: Decoder | None = None
+
+    def prepare(self, version: PolicyVersion) -> None:
+        """Load and verify. The live weights, and those prepared before, stay as they are when it fails.
+
+        Raises EngineError: the file is missing or damaged, has another fingerprint, or does not fit the model.
+        """
+        if version == self.prepared or (version.number == self.number and version.fingerprint == self.fingerprint):
+            return
+        try:
+            verify(version)
+            tensors = read_tensors(version.path)
+        except ModelError as error:
+            raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
+        spare = self._spare or build_model(self.model.spec, self._dtype, "meta").to_empty(device="cpu").eval().requires_grad_(False)
+        try:
+            load_hf_tensors(spare, tensors)
+        except ModelError as error:
+            self._spare = spare
+            raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
+        self._spare = self._prepared_model
+        self._prepared_model, self.prepared = spare, version
+
+    def commit(self, number: int) -> bool:
+        """Make the prepared version live; False when it is live already.
+
+        Raises EngineError when another version, or none, is prepared.
+        """
+        if number == self.number and (self.prepared is None or self.prepared.number != number):
+            return False
+        if self.prepared is None or self._prepared_model is None or self.prepared.number != number:
+            ready = "none" if self.prepared is None else self.prepared.number
+            raise EngineError(f"cannot commit policy version {number}: prepared is {ready}, live is {self.number}; prepare it first")
+        self._spare, self.model = self.model, self._prepared_model
+        self.number, self.fingerprint = number, self.prepared.fingerprint
+        self._prepared_model = self.prepared = None
+        return True
+
+
+def fingerprint_folder(folder: Path) -> str:
+    """Of a model folder's tensors, in one file or in shards: for one file the same as that of a published version."""
+    files = sorted(folder.glob("*.safetensors")) if not (folder / TENSORS_FILE).exists() else [folder / TENSORS_FILE]
+    rows = []
+    for file in files:
+        _, hashes = fingerprint_file(file)
+        rows += [(entry.name, entry.dtype, entry.shape, hashes[entry.name]) for entry in read_header(file)]
+    return fingerprint(rows)
