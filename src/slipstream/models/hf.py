@@ -7,7 +7,6 @@ Format: https://huggingface.co/docs/safetensors and the `weight_map` index of tr
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
+from slipstream.models.folders import atomic_folder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -140,23 +140,15 @@ def _unreadable(file: Path, error: Exception) -> ModelError:
 def save_folder(model: Decoder, folder: str | Path, like: str | Path, shard_bytes: int | None = None) -> None:
     """Write an HF folder: the weights in the model's dtype, and config, tokenizer and templates as they are in the folder `like`.
 
-    `shard_bytes` None: one file. Atomic: written beside, synced, then renamed, so that `folder` is always whole; an earlier folder of
-    that name is replaced. Raises ModelError: `like` is no model folder.
+    `shard_bytes` None: one file. Atomic: `folder` is whole or absent, and replaces an earlier one of that name.
+    Raises ModelError: `like` is no model folder.
     """
-    folder, like = Path(folder), Path(like)
+    like = Path(like)
     if not (like / "config.json").is_file():
         raise ModelError(f"{like} is not a model folder: it has no config.json to copy")
-    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    try:
+    with atomic_folder(folder) as fresh:
         _copy_companions(like, fresh, str(model.embed.dtype).removeprefix("torch."))
         write_tensors(fresh, hf_tensors(model), shard_bytes)
-        _sync(fresh)
-        _replace(fresh, folder)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int | None = None) -> None:
@@ -196,23 +188,3 @@ def _copy_companions(like: Path, fresh: Path, dtype: str) -> None:
     key = "dtype" if "dtype" in config else "torch_dtype"
     if config.get(key, "float32") != dtype:
         (fresh / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _replace(fresh: Path, folder: Path) -> None:
-    """Rename cannot replace a folder that is not empty: the old one steps aside first."""
-    if not folder.exists():
-        fresh.rename(folder)
-        return
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    folder.rename(old)
-    fresh.rename(folder)
-    shutil.rmtree(old)

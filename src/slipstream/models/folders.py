@@ -1,0 +1,45 @@
+"""Folders that are whole or absent: written beside their place, synced to disk, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_folder(folder: str | Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; on success it takes the place of `folder`, replacing one of that name. On failure it vanishes."""
+    folder = Path(folder)
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        yield fresh
+        _sync(fresh)
+        _replace(fresh, folder)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    """Rename cannot replace a folder that is not empty: the old one steps aside first."""
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old)
