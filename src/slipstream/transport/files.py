@@ -37,7 +37,12 @@ def temp_path(path: Path) -> Path:
 
 def fsync_folder(folder: Path) -> None:
     """Make the names in `folder` durable: a rename is only on disk once its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    fsync_file(folder)
+
+
+def fsync_file(path: Path) -> None:
+    """Make what was written to `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

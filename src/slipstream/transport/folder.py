@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slipstream.errors import StateError, TrainerError, WireError
+from slipstream.observe.metrics import MetricsTail, Record
 from slipstream.transport.codec import decode_batch, encode_batch
 from slipstream.transport.files import publish_file, temp_path, write_atomically, write_durably
 from slipstream.transport.weights import list_versions, read_version, version_folder
@@ -42,11 +43,6 @@ def batch_path(run_folder: Path, step: int) -> Path:
 def list_batches(run_folder: Path) -> list[int]:
     """Steps whose batch is on disk, ascending."""
     return sorted(int(path.stem.removeprefix("step_")) for path in (run_folder / "batches").glob("step_*.batch"))
-
-
-def reopen(run_folder: Path) -> None:
-    """Forget that the run had finished. For a resume, before any role starts."""
-    (run_folder / "batches" / "finish.json").unlink(missing_ok=True)
 
 
 class FolderTrainer:
@@ -98,7 +94,7 @@ class FolderTrainer:
         return Updates(self._run_folder / "weights", after)
 
     def reports(self, after: int) -> Reports:
-        return Reports(self._run_folder / "metrics.jsonl", after)
+        return Reports(self._run_folder, after)
 
 
 class Updates:
@@ -125,46 +121,30 @@ class Updates:
 
 
 class Reports:
-    """Step reports above `after`, in order; waits for lines of the trainer in metrics.jsonl; never ends by itself."""
+    """Step reports above `after`, in order, each step once; waits for the trainer's lines in metrics.jsonl; never ends by itself."""
 
-    def __init__(self, path: Path, after: int) -> None:
-        self._path = path
+    def __init__(self, run_folder: Path, after: int) -> None:
+        self._tail = MetricsTail(run_folder)
         self._after = after
-        self._position = 0
-        self._ready: list[StepReport] = []
+        self._ready: deque[StepReport] = deque()
 
     def __aiter__(self) -> Reports:
         return self
 
     async def __anext__(self) -> StepReport:
         while not self._ready:
-            self._read()
+            for record in self._tail.poll():
+                self._take(record)
             if not self._ready:
                 await asyncio.sleep(POLL_S)
-        return self._ready.pop(0)
+        return self._ready.popleft()
 
-    def _read(self) -> None:
-        """Take in the whole lines that have been appended; a step trained again after a resume is reported once."""
-        if not self._path.exists() or self._path.stat().st_size == self._position:
-            return
-        with open(self._path, "rb") as file:
-            file.seek(self._position)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._position += len(whole)
-        for line in whole.splitlines():
-            report = _report(json.loads(line))
-            if report is not None and report.step > self._after:
-                self._ready.append(report)
-                self._after = report.step
-
-
-def _report(line: dict[str, Any]) -> StepReport | None:
-    """A trainer's metrics line that holds the loss is a step report; its other lines (start, checkpoint) are not."""
-    if line.get("kind") != "metrics" or line.get("role") != "trainer":
-        return None
-    metrics = {key: value for key, value in line.get("metrics", line).items() if key.startswith("trainer/")}
-    return StepReport(int(line["step"]), metrics) if "trainer/loss/mean" in metrics else None
+    def _take(self, record: Record) -> None:
+        """The line with the loss is the report of a step (not that of its checkpoint); a step trained again is reported once."""
+        is_report = record["kind"] == "metrics" and record["role"] == "trainer" and "trainer/loss/mean" in record["values"]
+        if is_report and record["step"] > self._after:
+            self._ready.append(StepReport(record["step"], record["values"]))
+            self._after = record["step"]
 
 
 class FolderInbox:

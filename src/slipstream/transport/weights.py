@@ -88,14 +88,18 @@ def verify(version: PolicyVersion) -> None:
 def seal(temp: Path, weights: Path, number: int, parent: int | None) -> PolicyVersion:
     """Fingerprint temp/model.safetensors, write version.json beside it and rename `temp` to its final name.
 
-    A version that exists under that number already is replaced. The tensors are not fsynced: after a power loss they can be made
-    again from the checkpoint, and a reader verifies the hash; waiting for the disk would delay every step.
+    A version of that number with the same weights (a step trained again after a crash) is left alone, because an engine may be
+    reading it; one with other weights is replaced. The tensors are not fsynced: after a power loss they can be made again from the
+    checkpoint, and a reader verifies the hash; waiting for the disk would delay every step.
     """
     fingerprint, hashes = fingerprint_file(temp / TENSORS_FILE)
     values = {"schema": SCHEMA, "number": number, "fingerprint": fingerprint, "parent": parent, "tensors": hashes}
     write_durably(temp / VERSION_FILE, json.dumps(values).encode())
     final = version_folder(weights, number)
     if final.exists():
+        if read_version(final).fingerprint == fingerprint:
+            shutil.rmtree(temp)
+            return read_version(final)
         shutil.rmtree(final)
     os.rename(temp, final)
     fsync_folder(weights)

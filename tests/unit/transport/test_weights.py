@@ -108,3 +108,11 @@ def test_a_version_file_that_does_not_decode_is_a_wire_error(tmp_path, text):
     (Path(version.path) / "version.json").write_text(text)
     with pytest.raises(WireError, match=r"version\.json"):
         read_version(Path(version.path))
+
+
+def test_publishing_the_same_weights_again_leaves_the_files_that_an_engine_may_be_reading(tmp_path):
+    first = publish(tmp_path, 1, tensors(), parent=0)
+    inode = (Path(first.path) / TENSORS_FILE).stat().st_ino
+    assert publish(tmp_path, 1, tensors(), parent=0) == first
+    assert (Path(first.path) / TENSORS_FILE).stat().st_ino == inode
+    assert list(tmp_path.iterdir()) == [Path(first.path)]

@@ -1,0 +1,54 @@
+"""AdamW and its learning-rate schedule. Knows nothing of losses, batches or files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config.train import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
+    """The rate of optimizer step `step` (the first is 1): a pure function, so a resumed run needs no scheduler state.
+
+    Linear warm-up reaches `lr` at step `warmup_steps`; what follows ends at `lr * final_fraction` at step `max_steps`.
+    """
+    if step < config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    remaining = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.final_fraction + (1 - config.final_fraction) * remaining)
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) over the parameters that train, with weight decay on matrices and expert stacks only."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
+    """The moments and step counts as '<state>/<parameter name>': what a checkpoint stores. Empty before the first step."""
+    return {f"{key}/{names[p]}": value for p, state in optimizer.state.items() for key, value in state.items()}
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], tensors: dict[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`."""
+    parameters = {name: p for p, name in names.items()}
+    optimizer.state.clear()
+    for key, value in tensors.items():
+        state, _, name = key.partition("/")
+        optimizer.state[parameters[name]][state] = value

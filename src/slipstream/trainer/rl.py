@@ -1,0 +1,191 @@
+"""The trainer role: receive a batch, step, publish the new policy version, checkpoint when due. One thread, no sockets.
+
+It waits for one thing only, the next batch in the run folder (woken by the orchestrator's rename), and says how long.
+Knows nothing of rollouts, rewards or engines.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from slipstream.config import RunConfig, load
+from slipstream.errors import TrainerError
+from slipstream.models.hf import hf_tensors, save_folder
+from slipstream.models.load import load_model
+from slipstream.observe.metrics import MetricsWriter
+from slipstream.trainer import checkpoint, progress
+from slipstream.trainer.publish import prune_versions, publish
+from slipstream.trainer.step import Learner, StepOutcome
+from slipstream.transport.codec import encode_batch
+from slipstream.transport.files import write_durably
+from slipstream.transport.folder import Finish, FolderInbox, batch_path, list_batches
+from slipstream.types import Batch
+
+HEARTBEAT_S = 5.0
+SPARE_VERSIONS = 8
+"""Policy versions kept on disk beyond those that a running rollout may have been sampled with: engines that start or lag load them."""
+
+
+def main(run_folder: Path) -> int:
+    """Train until the orchestrator says that no batch will come, or until SIGTERM. Returns the exit code.
+
+    Raises TrainerError (no batch in time, too many bad steps), ModelError, ConfigError.
+    """
+    config = load(RunConfig, [run_folder / "config.toml"])
+    torch.set_num_threads(config.trainer.threads)
+    torch.manual_seed(config.seed)
+    with MetricsWriter(run_folder, "trainer") as metrics:
+        trainer = RlTrainer(run_folder, config, metrics)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
+        trainer.run()
+    return 0
+
+
+class RlTrainer:
+    """The loop: what it holds is a learner and how far the run has come."""
+
+    def __init__(self, run_folder: Path, config: RunConfig, metrics: MetricsWriter) -> None:
+        self.run_folder, self.config, self.metrics = run_folder, config, metrics
+        self.learner = Learner(load_model(config.model.path), config.trainer, config.trainer.optim, config.max_steps)
+        self.now = progress.Progress()
+        self._inbox = FolderInbox(run_folder)
+        self._checkpointed = 0
+        self._stopping = False
+        self._waited_s = self._beat_s = 0.0
+
+    @property
+    def step(self) -> int:
+        """The last step trained, which is also the number of the current policy version."""
+        return self.now.step
+
+    def stop(self) -> None:
+        """Checkpoint at the next step boundary and leave `run`. Safe in a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Waits for: the batch of the next step. Woken by: its file, finish.json, or `stop`."""
+        self._resume()
+        self._publish()
+        while not self._stopping:
+            batch = self._receive()
+            if not isinstance(batch, Batch):
+                break
+            self._train(batch)
+            self._publish()
+            if self.config.checkpoint.interval and self.step % self.config.checkpoint.interval == 0:
+                self._checkpoint()
+        if self._checkpointed != self.step or not self.step:
+            self._checkpoint(final=True)
+        if not self._stopping:
+            save_folder(self.learner.weights.compute, self.run_folder / "final", like=self.config.model.path)
+
+    def _receive(self) -> Batch | Finish | None:
+        with self._timed("wait_batch", self.step + 1) as timing:
+            batch = self._inbox.next(self.step + 1, self.config.trainer.batch_timeout_s, stopped=self._poll)
+        self._waited_s = timing["seconds"]
+        return batch
+
+    def _poll(self) -> bool:
+        """Called every few milliseconds of waiting: a sign of life now and then."""
+        if time.monotonic() > self._beat_s + HEARTBEAT_S:
+            self._beat_s = time.monotonic()
+            self.metrics.event("heartbeat", step=self.step)
+        return self._stopping
+
+    def _train(self, batch: Batch) -> None:
+        with self._timed("step", batch.step) as timing:
+            outcome = self.learner.step(batch)
+        bad_steps = self.now.bad_steps + 1 if outcome.problem else 0
+        self.now = progress.Progress(batch.step, bad_steps, batch.orchestrator_state)
+        times = {"trainer/time/step_s": timing["seconds"], "trainer/time/wait_batch_s": self._waited_s}
+        memory = {"trainer/memory/rss_mib": psutil.Process().memory_info().rss / 2**20}
+        self.metrics.log(batch.step, outcome.metrics | times | memory)
+        if outcome.load_LE.size:
+            self.metrics.event("expert_load", step=batch.step, load=np.round(outcome.load_LE, 5))
+        if outcome.problem:
+            self._skipped(batch, outcome)
+
+    def _skipped(self, batch: Batch, outcome: StepOutcome) -> None:
+        """Keep the batch of a skipped step. Raises TrainerError after `max_bad_steps` in a row."""
+        kept = keep_bad_batch(self.run_folder, batch, outcome)
+        self.metrics.event("step_skipped", step=batch.step, reason=outcome.problem, batch=str(kept))
+        _warn(f"step {batch.step} skipped: {outcome.problem}; the batch is kept in {kept}")
+        if self.now.bad_steps >= self.config.trainer.max_bad_steps:
+            raise TrainerError(
+                f"{self.now.bad_steps} steps in a row were skipped (trainer.max_bad_steps), the last because {outcome.problem}. "
+                f"Their batches are in {kept.parent}; check rewards and logprobs there, or lower trainer.optim.lr"
+            )
+
+    def _publish(self) -> None:
+        weights = self.run_folder / "weights"
+        with self._timed("publish", self.step) as timing:
+            publish(weights, self.step, hf_tensors(self.learner.weights.compute), self.step - 1 if self.step else None)
+            prune_versions(weights, self.config.orchestrator.max_off_policy_steps + SPARE_VERSIONS)
+        self.metrics.log(self.step, {"trainer/time/publish_s": timing["seconds"]})
+
+    def _checkpoint(self, final: bool = False) -> None:
+        """A full disk costs this checkpoint, not the run: training goes on with the previous one, unless nothing comes after."""
+        root = self.run_folder / "checkpoints"
+        try:
+            with self._timed("checkpoint", self.step) as timing:
+                progress.save(root, self.learner, self.now, self.config.fingerprint())
+        except OSError as error:
+            if final or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            self.metrics.event("checkpoint_failed", step=self.step, error=str(error))
+            _warn(f"checkpoint of step {self.step} failed, training goes on with the previous one: {error}")
+            return
+        self._checkpointed = self.step
+        self.metrics.log(self.step, {"trainer/time/checkpoint_s": timing["seconds"]})
+        oldest = checkpoint.prune(root, self.config.checkpoint.keep_last)
+        for step in list_batches(self.run_folder):
+            if step <= oldest:
+                batch_path(self.run_folder, step).unlink()
+
+    def _resume(self) -> None:
+        """From the newest whole checkpoint; batches after it that are on disk will be trained again, to the same weights."""
+        found = checkpoint.newest_valid(self.run_folder / "checkpoints", self._fell_back)
+        if found is None:
+            return
+        self.now = progress.load(self.learner, found)
+        self._checkpointed = self.step
+        self.metrics.event("resumed", step=self.step)
+
+    def _fell_back(self, message: str) -> None:
+        self.metrics.event("checkpoint_fallback", error=message)
+        _warn(message)
+
+    @contextmanager
+    def _timed(self, name: str, step: int) -> Iterator[dict[str, float]]:
+        """Measures its body, emits the span; 'seconds' is there afterwards."""
+        timing, start = {}, time.time()
+        yield timing
+        end = time.time()
+        timing["seconds"] = end - start
+        self.metrics.span(name, start, end, step)
+
+
+def keep_bad_batch(run_folder: Path, batch: Batch, outcome: StepOutcome) -> Path:
+    """bad_batches/step_000012.batch and the reason beside it, for a re-run."""
+    path = run_folder / "bad_batches" / batch_path(run_folder, batch.step).name
+    path.parent.mkdir(exist_ok=True)
+    write_durably(path, encode_batch(batch))
+    write_durably(path.with_suffix(".json"), json.dumps({"step": batch.step, "reason": outcome.problem}).encode())
+    return path
+
+
+def _warn(message: str) -> None:
+    print(f"trainer: WARNING: {message}", file=sys.stderr, flush=True)

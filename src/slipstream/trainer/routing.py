@@ -1,0 +1,64 @@
+"""Router replay and what it tells: contexts with forced experts, expert load, how often the trainer would have routed otherwise.
+
+The forced ids are the engine's; gate weights stay the trainer's own, so the router keeps its gradient (models.context).
+Shapes: T tokens, L MoE layers, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.models.context import FullContext
+from slipstream.models.spec import ModelSpec
+from slipstream.types import MicroBatch
+
+
+def row_context(row: MicroBatch, spec: ModelSpec, replay: bool) -> FullContext:
+    """Attention within the documents of `row`; experts forced on its valid routing rows, native elsewhere."""
+    record = bool(spec.moe_layers)
+    if not (record and replay and row.routing_TLK is not None and row.routing_valid_T is not None and row.routing_valid_T.any()):
+        return FullContext(row.doc_starts_D, record=record)
+    forced_TLK = torch.from_numpy(row.routing_TLK.astype(np.int64))
+    return FullContext(row.doc_starts_D, forced_TLK, torch.tensor(row.routing_valid_T), record=True)
+
+
+class RoutingStats:
+    """Sums over the rows of one batch. Read from what the context recorded, so a recomputed layer is not counted twice."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self.load_LE = np.zeros((len(spec.moe_layers), spec.num_experts), dtype=np.int64)
+        """(token, choice) pairs sent to each expert."""
+        self._tokens = self._replayed = self._flipped = 0
+
+    def add(self, row: MicroBatch, context: FullContext, replay: bool) -> None:
+        if not self._spec.moe_layers:
+            return
+        ids_TLK, native_TLK = context.ids_TLK, context.native_ids_TLK
+        self.load_LE += _load(ids_TLK, self._spec.num_experts)
+        self._tokens += row.num_tokens
+        if replay and row.routing_valid_T is not None:
+            self._replayed += int(row.routing_valid_T.sum())
+            same_TL = (ids_TLK.unsqueeze(3) == native_TLK.unsqueeze(2)).any(3).all(2)
+            self._flipped += int((~same_TL).sum())
+
+    def metrics(self) -> dict[str, float]:
+        """Empty for a dense model."""
+        if not self._tokens:
+            return {}
+        busiest_L = self.load_LE.max(1) / self.load_LE.mean(1)
+        pairs = max(1, self._replayed * len(self._spec.moe_layers))
+        return {
+            "trainer/replay/coverage_frac": self._replayed / self._tokens,
+            "trainer/replay/flip_frac": self._flipped / pairs,
+            "trainer/balance/imbalance": float(busiest_L.mean()),
+        }
+
+
+def _load(ids_TLK: Tensor, num_experts: int) -> np.ndarray:
+    num_layers = ids_TLK.shape[1]
+    offset_L1 = torch.arange(num_layers).unsqueeze(1) * num_experts
+    counts = torch.bincount((ids_TLK + offset_L1).flatten(), minlength=num_layers * num_experts)
+    return counts.view(num_layers, num_experts).numpy()
