@@ -75,7 +75,7 @@ class MetricsWriter:
 
     def _append(self, fields: Record) -> None:
         record = {"kind": fields["kind"], "role": self.role, "time": time.time(), **fields}
-        line = msgspec.json.encode(record, enc_hook=_plain) + b"\n"
+        line = msgspec.json.encode(record, enc_hook=plain) + b"\n"
         written = os.write(self._file, line)
         if written != len(line):
             raise OSError(errno.ENOSPC, f"{FILE}: wrote {written} of {len(line)} bytes; is the disk full?")
@@ -129,7 +129,10 @@ def _ends_in_a_torn_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """For msgspec: numpy as lists and numbers, any mapping as an object."""
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} in a metrics line: use plain JSON values or numpy arrays")
+    raise TypeError(f"{type(value).__name__} does not fit a JSON line: use plain JSON values or numpy arrays")
