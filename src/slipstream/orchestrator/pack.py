@@ -1,0 +1,86 @@
+"""Samples to packed rows, and rows to a batch. Pure functions.
+
+Suffixes: T tokens of a row, D documents (samples) of a row, S samples of the batch, L MoE layers, K experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slipstream.algorithms.packing import assign
+from slipstream.errors import StateError
+from slipstream.types import Batch, MicroBatch, Sample
+
+
+def pack(samples: Sequence[Sample], row_tokens: int) -> tuple[MicroBatch, ...]:
+    """Lay the samples end to end in as few rows of at most `row_tokens` tokens as best-fit finds, balanced by tokens.
+
+    Raises StateError when a sample is longer than a row: it should have been truncated at model.seq_len.
+    """
+    lengths_S = np.array([sample.num_tokens for sample in samples], np.int64)
+    for sample, length in zip(samples, lengths_S.tolist(), strict=True):
+        if length > row_tokens:
+            raise StateError(
+                f"sample of rollout {sample.rollout_id} has {length} tokens and a row holds {row_tokens} (trainer.row_tokens): "
+                "a sample is never cut; raise trainer.row_tokens or lower model.seq_len"
+            )
+    return tuple(_row(samples, index_D.tolist()) for index_D in assign(lengths_S, row_tokens))
+
+
+def make_batch(step: int, samples: Sequence[Sample], row_tokens: int, orchestrator_state: Mapping[str, Any]) -> Batch:
+    """The batch of optimizer step `step`. Raises StateError: nothing to train, or a sample longer than a row."""
+    loss_tokens = sum(int(sample.loss_mask_T.sum()) for sample in samples)
+    if not loss_tokens:
+        raise StateError(f"batch {step}: {len(samples)} samples without a single token to train")
+    return Batch(
+        step=step,
+        micro_batches=pack(samples, row_tokens),
+        loss_tokens=loss_tokens,
+        rollout_ids=tuple(sample.rollout_id for sample in samples),
+        rewards_S=np.array([sample.reward for sample in samples], np.float32),
+        advantages_S=np.array([sample.advantage for sample in samples], np.float32),
+        orchestrator_state=orchestrator_state,
+    )
+
+
+def _row(samples: Sequence[Sample], index_D: list[int]) -> MicroBatch:
+    row = [samples[i] for i in index_D]
+    lengths_D = np.array([sample.num_tokens for sample in row], np.int64)
+    starts_D = np.concatenate([[0], np.cumsum(lengths_D)]).astype(np.int32)
+    routed = [sample.routing for sample in row if sample.routing is not None]
+
+    def joined(part: Callable[[Sample], np.ndarray]) -> np.ndarray:
+        return np.concatenate([part(sample) for sample in row])
+
+    def spread(values: list[float] | list[int], dtype: type) -> np.ndarray:
+        return np.repeat(np.array(values, dtype), lengths_D)
+
+    return MicroBatch(
+        tokens_T=joined(lambda sample: sample.tokens_T),
+        positions_T=np.arange(starts_D[-1], dtype=np.int32) - np.repeat(starts_D[:-1], lengths_D),
+        doc_starts_D=starts_D,
+        loss_mask_T=joined(lambda sample: sample.loss_mask_T),
+        logprobs_T=joined(lambda sample: sample.logprobs_T),
+        versions_T=joined(lambda sample: sample.versions_T),
+        advantages_T=spread([sample.advantage for sample in row], np.float32),
+        temperature_T=spread([sample.temperature for sample in row], np.float32),
+        sample_T=spread(index_D, np.int32),
+        routing_TLK=_routing_rows(row, starts_D, routed[0].ids_TLK) if routed else None,
+        routing_valid_T=joined(_valid_rows) if routed else None,
+    )
+
+
+def _routing_rows(row: Sequence[Sample], starts_D: np.ndarray, like_TLK: np.ndarray) -> np.ndarray:
+    """Expert ids of the whole row; zeros (and not valid) for samples that came without."""
+    ids_TLK = np.zeros((int(starts_D[-1]), *like_TLK.shape[1:]), like_TLK.dtype)
+    for sample, start in zip(row, starts_D.tolist(), strict=False):
+        if sample.routing is not None:
+            ids_TLK[start : start + sample.num_tokens] = sample.routing.ids_TLK
+    return ids_TLK
+
+
+def _valid_rows(sample: Sample) -> np.ndarray:
+    return np.zeros(sample.num_tokens, np.bool_) if sample.routing is None else sample.routing.valid_T
