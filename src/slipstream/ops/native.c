@@ -80,18 +80,24 @@ void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int
 
 /* ---- rope: rotate the first `rotary` features of every head, copy the rest -------------------------------------------------- */
 
-void rope(const float *restrict x, const float *restrict cosine, const float *restrict sine, float *restrict out, int64_t rows,
-          int64_t heads, int64_t stride, int64_t dim, int64_t rotary) {
+static void rotate(const float *restrict x, const float *restrict cosine, const float *restrict sine, float *restrict out,
+                   int64_t heads, int64_t dim, int64_t rotary) {
     int64_t half = rotary / 2;
-    for (int64_t t = 0; t < rows; t++, cosine += rotary, sine += rotary)
-        for (int64_t h = 0; h < heads; h++, out += dim) {
-            const float *in = x + t * stride + h * dim;
-            for (int64_t i = 0; i < half; i++) {
-                out[i] = in[i] * cosine[i] - in[i + half] * sine[i];
-                out[i + half] = in[i + half] * cosine[i + half] + in[i] * sine[i + half];
-            }
-            for (int64_t i = rotary; i < dim; i++) out[i] = in[i];
+    for (int64_t h = 0; h < heads; h++, x += dim, out += dim) {
+        for (int64_t i = 0; i < half; i++) {
+            out[i] = x[i] * cosine[i] - x[i + half] * sine[i];
+            out[i + half] = x[i + half] * cosine[i + half] + x[i] * sine[i + half];
         }
+        for (int64_t i = rotary; i < dim; i++) out[i] = x[i];
+    }
+}
+
+void rope(const float *q, const float *k, const float *cosine, const float *sine, float *q_out, float *k_out, int64_t tokens,
+          int64_t heads, int64_t kv_heads, int64_t q_stride, int64_t k_stride, int64_t dim, int64_t rotary) {
+    for (int64_t t = 0; t < tokens; t++, cosine += rotary, sine += rotary) {
+        rotate(q + t * q_stride, cosine, sine, q_out + t * heads * dim, heads, dim, rotary);
+        rotate(k + t * k_stride, cosine, sine, k_out + t * kv_heads * dim, kv_heads, dim, rotary);
+    }
 }
 
 /* ---- paged attention ------------------------------------------------------------------------------------------------------- */
@@ -107,58 +113,68 @@ int write_kv(const float *k, const float *v, float *k_cache, float *v_cache, con
     return OK;
 }
 
-enum { MAX_HEAD = 512 }; /* features of a head; native.py checks it */
+enum { MAX_HEAD = 512, TOKENS = 64 }; /* features of a head (native.py checks it); tokens per pass of the online softmax */
 
-/* One query head over `seen` tokens: one pass, online softmax (Milakov and Gimelshein, 2018), 8 tokens at a time.
- * `k` and `v` point at the head's features in row 0 of the cache; `rows` are the cache rows of the sequence's tokens. */
-static void attend(const float *q, const float *k, const float *v, const int64_t *rows, int64_t seen, int64_t width, int64_t dim,
-                   float scale, float *out) {
-    float query[MAX_HEAD], total[MAX_HEAD];
+/* scores[j] = query · k[at[j]] for 8 tokens. */
+INLINE v8 scores_of(const float *query, const float *k, const int64_t *at, int64_t dim) {
+    v8 dots[8] = {0};
+    for (int64_t i = 0; i < dim; i += 8) {
+        v8 part = load(query + i);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) dots[j] += part * load(k + at[j] + i);
+    }
+    return sum_each(dots);
+}
+
+/* total[..] = total[..] · shrink + sum_j p[j] · v[at[j]] for 8 `nv` features; n is even. Two chains hide the latency of an addition. */
+INLINE void add_values(const int nv, float *total, float shrink, const float *p, const float *v, const int64_t *at, int64_t n) {
+    v8 even[4], odd[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < nv; i++) even[i] = load(total + 8 * i) * shrink, odd[i] = splat(0);
+    for (int64_t j = 0; j < n; j += 2) {
+        v8 first = splat(p[j]), second = splat(p[j + 1]);
+#pragma GCC unroll 4
+        for (int i = 0; i < nv; i++) {
+            even[i] += first * load(v + at[j] + 8 * i);
+            odd[i] += second * load(v + at[j + 1] + 8 * i);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < nv; i++) store(total + 8 * i, even[i] + odd[i]);
+}
+
+/* One query head over `seen` tokens: one pass, online softmax (Milakov and Gimelshein, 2018), TOKENS at a time.
+ * `k` and `v` point at the head's features in slot 0 of the cache; `at` holds the offset of each token's slot, repeated at the end
+ * so that the last 8 can always be read. */
+static void attend(const float *q, const float *k, const float *v, const int64_t *at, int64_t seen, int64_t dim, float scale, float *out) {
+    float query[MAX_HEAD], p[TOKENS], top = -INFINITY, weight = 0;
     for (int64_t i = 0; i < dim; i += 8) {
         store(query + i, load(q + i) * scale);
-        store(total + i, splat(0));
+        store(out + i, splat(0));
     }
-    float top = -INFINITY;
-    v8 weights = splat(0);
-    for (int64_t start = 0; start < seen; start += 8) {
-        int64_t at[8];
-        for (int j = 0; j < 8; j++) at[j] = rows[start + j < seen ? start + j : seen - 1] * width;
-        v8 dots[8] = {0};
-        for (int64_t i = 0; i < dim; i += 8) {
-            v8 part = load(query + i);
-#pragma GCC unroll 8
-            for (int j = 0; j < 8; j++) dots[j] += part * load(k + at[j] + i);
+    for (int64_t start = 0; start < seen; start += TOKENS, at += TOKENS) {
+        int64_t left = seen - start < TOKENS ? seen - start : TOKENS, n = (left + 7) / 8 * 8;
+        v8 best = splat(-INFINITY), sums = splat(0);
+        for (int64_t j = 0; j < n; j += 8) {
+            v8 scores = scores_of(query, k, at + j, dim);
+            if (j + 8 > left) scores = pick((v8i){0, 1, 2, 3, 4, 5, 6, 7} < (int32_t)(left - j), scores, splat(-INFINITY));
+            best = pick(scores > best, scores, best);
+            store(p + j, scores);
         }
-        v8 scores = sum_each(dots);
-        if (start + 8 > seen) {
-            v8i lane = {0, 1, 2, 3, 4, 5, 6, 7};
-            scores = pick(lane < (int32_t)(seen - start), scores, splat(-INFINITY));
+        float here = max_of(best), shrink = 1;
+        if (here > top) shrink = expf(top - here), top = here;
+        for (int64_t j = 0; j < n; j += 8) {
+            v8 scores = load(p + j), e = exp8(scores - top);
+            if (j + 8 > left) e = pick(scores == -INFINITY, splat(0), e);
+            sums += e;
+            store(p + j, e);
         }
-        float here = max_of(scores);
-        if (here > top) {
-            float shrink = expf(top - here);
-            weights *= shrink;
-            for (int64_t i = 0; i < dim; i += 8) store(total + i, load(total + i) * shrink);
-            top = here;
-        }
-        v8 p = exp8(scores - top);
-        if (start + 8 > seen) p = pick(scores > -INFINITY, p, splat(0));
-        weights += p;
-        v8 each[8];
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) each[j] = splat(p[j]);
-        for (int64_t i = 0; i < dim; i += 8) {
-            v8 even = load(total + i), odd = splat(0);
-#pragma GCC unroll 4
-            for (int j = 0; j < 8; j += 2) {
-                even += each[j] * load(v + at[j] + i);
-                odd += each[j + 1] * load(v + at[j + 1] + i);
-            }
-            store(total + i, even + odd);
-        }
+        weight = weight * shrink + sum(sums);
+        int64_t i = 0;
+        for (; i + 32 <= dim; i += 32) add_values(4, out + i, shrink, p, v + i, at, n);
+        for (; i < dim; i += 8) add_values(1, out + i, shrink, p, v + i, at, n);
     }
-    float inverse = 1.0f / sum(weights);
-    for (int64_t i = 0; i < dim; i += 8) store(out + i, load(total + i) * inverse);
+    for (int64_t i = 0; i < dim; i += 8) store(out + i, load(out + i) / weight);
 }
 
 int paged_attention(const float *q, const float *k_cache, const float *v_cache, const int32_t *table, const int32_t *starts,
@@ -166,30 +182,33 @@ int paged_attention(const float *q, const float *k_cache, const float *v_cache, 
                     int64_t heads, int64_t kv_heads, int64_t dim, int64_t blocks, int64_t block, float scale) {
     int64_t width = kv_heads * dim, group = heads / kv_heads, most = table_width * block;
     if (starts[0] != 0 || starts[sequences] != tokens) return BAD_INDEX;
-    int64_t *rows = malloc((size_t)(most + 1) * sizeof *rows);
-    if (rows == NULL) return NO_MEMORY;
+    int64_t *at = malloc((size_t)(most + 8) * sizeof *at);
+    if (at == NULL) return NO_MEMORY;
     for (int64_t s = 0; s < sequences; s++, table += table_width) {
         int64_t queries = starts[s + 1] - starts[s], first = context[s] - queries;
         int bad = queries < 0 || first < 0 || context[s] > most;
         for (int64_t i = 0; !bad && i < context[s]; i += block) bad = table[i / block] < 0 || table[i / block] >= blocks;
         if (bad) {
-            free(rows);
+            free(at);
             return BAD_INDEX;
         }
-        for (int64_t i = 0; i < context[s]; i++) rows[i] = (int64_t)table[i / block] * block + i % block;
+        for (int64_t i = 0; queries && i < context[s] + 7; i++) {
+            int64_t token = i < context[s] ? i : context[s] - 1;
+            at[i] = (table[token / block] * block + token % block) * width;
+        }
         for (int64_t g = 0; g < kv_heads; g++)
             for (int64_t t = starts[s]; t < starts[s + 1]; t++)
                 for (int64_t h = g * group; h < (g + 1) * group; h++)
-                    attend(q + t * q_stride + h * dim, k_cache + g * dim, v_cache + g * dim, rows, first + (t - starts[s]) + 1, width,
-                           dim, scale, out + (t * heads + h) * dim);
+                    attend(q + t * q_stride + h * dim, k_cache + g * dim, v_cache + g * dim, at, first + (t - starts[s]) + 1, dim, scale,
+                           out + (t * heads + h) * dim);
     }
-    free(rows);
+    free(at);
     return OK;
 }
 
 /* ---- experts --------------------------------------------------------------------------------------------------------------- */
 
-enum { TILE_ROWS = 6, PANEL = 16, CHUNK = 48, PACK_FROM = 24 };
+enum { TILE_ROWS = 6, STRIP = 32, CHUNK = 48 };
 
 /* c[r] = a[r] · b, or c[r] += factor[r] · (a[r] · b), for `m` rows and 8 `nv` columns; b is [depth, ...] with row length `ldb`.
  * Every element is one chain of multiply-adds in the order of `depth`, whatever the tile: results do not depend on the batch. */
@@ -224,7 +243,6 @@ INLINE void tile(const int m, const int nv, const float *const *a, const float *
 static void tile_rows(int m, const float *const *a, const float *b, int64_t ldb, int64_t depth, float *const *c, int64_t from,
                       int64_t to, const float *factor) {
     int64_t at = from;
-    b -= from;
 #define TILES(M, NV) \
     for (; at + 8 * NV <= to; at += 8 * NV) tile(M, NV, a, b + at, ldb, depth, c, at, factor)
     switch (m) {
@@ -238,27 +256,15 @@ static void tile_rows(int m, const float *const *a, const float *b, int64_t ldb,
 #undef TILES
 }
 
-/* [depth, columns] -> panels of 16 columns, each [depth, 16] end to end (the last may be 8 wide). */
-static void pack(const float *b, int64_t depth, int64_t columns, float *packed) {
-    for (int64_t at = 0; at < columns; at += PANEL) {
-        int64_t wide = columns - at < PANEL ? columns - at : PANEL;
-        for (int64_t i = 0; i < depth; i++, packed += wide) memcpy(packed, b + i * columns + at, wide * sizeof(float));
-    }
-}
-
-/* n rows: c[r] (+)= a[r] · b. `packed`: b is in panels. Rows are spread evenly over the tiles. */
-static void rows_times(int64_t n, const float *const *a, const float *b, int packed, int64_t depth, int64_t columns, float *const *c,
+/* n rows: c[r] (+)= a[r] · b. Rows are spread evenly over the tiles; a strip of b stays in the L1 cache while they pass. */
+static void rows_times(int64_t n, const float *const *a, const float *b, int64_t depth, int64_t columns, float *const *c,
                        const float *factor) {
-    int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS, step = packed ? PANEL : tiles == 1 ? columns : 2 * PANEL;
-    for (int64_t at = 0; at < columns; at += step) {
-        int64_t to = at + step < columns ? at + step : columns;
-        const float *panel = packed ? b + at * depth : b + at;
+    int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS, step = tiles == 1 ? columns : STRIP;
+    for (int64_t from = 0; from < columns; from += step)
         for (int64_t i = 0; i < tiles; i++) {
-            int64_t begin = n * i / tiles, end = n * (i + 1) / tiles;
-            tile_rows((int)(end - begin), a + begin, panel, packed ? to - at : columns, depth, c + begin, at, to,
-                      factor ? factor + begin : NULL);
+            int64_t begin = n * i / tiles, end = n * (i + 1) / tiles, to = from + step < columns ? from + step : columns;
+            tile_rows((int)(end - begin), a + begin, b, columns, depth, c + begin, from, to, factor ? factor + begin : NULL);
         }
-    }
 }
 
 /* silu(gate) · up of one row [gate | up], written over the gate half. */
@@ -275,20 +281,17 @@ int experts(const float *x, const int64_t *ids, const float *gates, const float 
     for (int64_t i = 0; i < pairs; i++)
         if (ids[i] < 0 || ids[i] >= num_experts) return BAD_INDEX;
     int64_t *start = calloc((size_t)num_experts + 2, sizeof *start), *order = malloc((size_t)(pairs + 1) * sizeof *order);
-    float *hidden = malloc((size_t)(CHUNK * wide + dim * wide + inner * dim) * sizeof *hidden);
+    float *hidden = malloc((size_t)(CHUNK * wide) * sizeof *hidden);
     if (start == NULL || order == NULL || hidden == NULL) {
         free(start), free(order), free(hidden);
         return NO_MEMORY;
     }
-    float *packed_up = hidden + CHUNK * wide, *packed_down = packed_up + dim * wide;
     for (int64_t i = 0; i < pairs; i++) start[ids[i] + 2]++;
     for (int64_t e = 0; e < num_experts; e++) start[e + 2] += start[e + 1];
     for (int64_t i = 0; i < pairs; i++) order[start[ids[i] + 1]++] = i;
     memset(y, 0, (size_t)(tokens * dim) * sizeof *y);
     for (int64_t e = 0; e < num_experts; e++) {
         const float *up = gate_up + e * dim * wide, *dn = down + e * inner * dim;
-        int packed = start[e + 1] - start[e] >= PACK_FROM;
-        if (packed) pack(up, dim, wide, packed_up), pack(dn, inner, dim, packed_down);
         for (int64_t at = start[e]; at < start[e + 1]; at += CHUNK) {
             int64_t n = start[e + 1] - at < CHUNK ? start[e + 1] - at : CHUNK;
             const float *in[CHUNK], *act[CHUNK];
@@ -298,9 +301,9 @@ int experts(const float *x, const int64_t *ids, const float *gates, const float 
                 in[r] = x + token * dim, to[r] = y + token * dim, factor[r] = gates[pair];
                 act[r] = mid[r] = hidden + r * wide;
             }
-            rows_times(n, in, packed ? packed_up : up, packed, dim, wide, mid, NULL);
+            rows_times(n, in, up, dim, wide, mid, NULL);
             for (int64_t r = 0; r < n; r++) silu_times(mid[r], inner);
-            rows_times(n, act, packed ? packed_down : dn, packed, inner, dim, to, factor);
+            rows_times(n, act, dn, inner, dim, to, factor);
         }
     }
     free(start), free(order), free(hidden);

@@ -32,7 +32,7 @@ LANES = 8
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "rms_norm": (None, [_P] * 3 + [_I] * 4 + [_F]),
-    "rope": (None, [_P] * 4 + [_I] * 5),
+    "rope": (None, [_P] * 6 + [_I] * 7),
     "write_kv": (ctypes.c_int, [_P] * 5 + [_I] * 5),
     "paged_attention": (ctypes.c_int, [_P] * 7 + [_I] * 9 + [_F]),
     "experts": (ctypes.c_int, [_P] * 6 + [_I] * 5),

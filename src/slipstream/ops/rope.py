@@ -6,8 +6,6 @@ features, r <= d rotated features (r < d: partial rotary, the rest passes throug
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -21,26 +19,18 @@ def rope(q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[
     `cos` and `sin` repeat themselves in both halves, as in `cat(freqs, freqs)`.
     Source: Su et al., "RoFormer", 2021, section 3.2; the pairing of halves is that of GPT-NeoX.
     """
-    rotary, dim = cos_Tr.shape[1], q_THd.shape[2]
-    if rotary > dim or rotary % 2 or sin_Tr.shape != cos_Tr.shape or not len(q_THd) == len(k_TGd) == len(cos_Tr):
+    (tokens, heads, dim), (_, kv_heads, _), (_, rotary) = q_THd.shape, k_TGd.shape, cos_Tr.shape
+    if k_TGd.shape != (tokens, kv_heads, dim) or not cos_Tr.shape == sin_Tr.shape == (tokens, rotary) or rotary > dim or rotary % 2:
         shapes = [tuple(x.shape) for x in (q_THd, k_TGd, cos_Tr, sin_Tr)]
-        raise StateError(
-            f"rope: q, k, cos, sin have shapes {shapes}; expected [T, H, d], [T, G, d], [T, r], [T, r] with r even and at most d"
-        )
+        raise StateError(f"rope: shapes {shapes}; expected q [T, H, d], k [T, G, d], cos and sin [T, r] with r even and at most d")
     kernels = native_for(q_THd, k_TGd, cos_Tr, sin_Tr)
     if kernels is None or not (cos_Tr.is_contiguous() and sin_Tr.is_contiguous()):
         return rope_reference(q_THd, k_TGd, cos_Tr, sin_Tr)
-    return _native(kernels, q_THd, cos_Tr, sin_Tr), _native(kernels, k_TGd, cos_Tr, sin_Tr)
-
-
-def _native(kernels: ctypes.CDLL, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
-    tokens, heads, dim = x_THd.shape
-    x_THd = dense_tokens(x_THd)
-    out = torch.empty_like(x_THd)
-    kernels.rope(
-        x_THd.data_ptr(), cos_Tr.data_ptr(), sin_Tr.data_ptr(), out.data_ptr(), tokens, heads, x_THd.stride(0), dim, cos_Tr.shape[1]
-    )
-    return out
+    q_THd, k_TGd = dense_tokens(q_THd), dense_tokens(k_TGd)
+    q_out, k_out = torch.empty_like(q_THd), torch.empty_like(k_TGd)
+    pointers = [x.data_ptr() for x in (q_THd, k_TGd, cos_Tr, sin_Tr, q_out, k_out)]
+    kernels.rope(*pointers, tokens, heads, kv_heads, q_THd.stride(0), k_TGd.stride(0), dim, rotary)
+    return q_out, k_out
 
 
 def rope_reference(q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[Tensor, Tensor]:
