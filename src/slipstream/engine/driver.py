@@ -1,0 +1,226 @@
+"""Runs the engine's step loop inside an asyncio loop and hands its results to whoever waits for them.
+
+One thread, no locks: a step is a plain call between two turns of the loop, so nothing observes the engine in the middle of one.
+Knows nothing of HTTP; the server, and anything else that has an event loop, calls `generate` and `stream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from slipstream.errors import EngineUnavailable
+from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
+
+MERGE_GAP_S = 0.02
+"""Busy periods with a shorter pause between them are one span: a client needs that long to come back with its next turn."""
+
+
+class StepResult(Protocol):
+    """What one engine step did."""
+
+    @property
+    def finished(self) -> Sequence[Completion]: ...
+    @property
+    def tokens(self) -> Sequence[tuple[str, Any, Any]]:
+        """(request id, new token ids, their logprobs) of the requests that got tokens."""
+        ...
+
+
+class SteppedEngine(Protocol):
+    """What the driver needs: the embedded engine, or a scripted one in tests. Synchronous and single-threaded."""
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def seq_len(self) -> int: ...
+    def add(self, request: GenerateRequest) -> None: ...
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+    def step(self) -> StepResult: ...
+    def prepare(self, version: PolicyVersion) -> None: ...
+    def commit(self, number: int) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def state(self) -> EngineState: ...
+    @property
+    def tokens_prefilled(self) -> int: ...
+    @property
+    def tokens_cached(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def kv_age_max(self) -> int: ...
+    @property
+    def expert_load(self) -> np.ndarray: ...
+
+
+Event = tuple[Sequence[int], Sequence[float]] | Completion | Exception
+"""What a listener hears: new tokens with their logprobs, then a completion or why there is none."""
+
+
+class EngineDriver:
+    """Owns one engine. `drive` must run as a task for anything to be answered."""
+
+    def __init__(self, engine: SteppedEngine):
+        self.engine = engine
+        self._finish: dict[str, asyncio.Future[Completion]] = {}
+        self._listeners: dict[str, Callable[[Event], None]] = {}
+        self._work = asyncio.Event()
+        self._paused = False
+        self._live = engine.state().live_version
+        self._preparing = asyncio.Lock()
+        self._failure: Exception | None = None
+        self._spans: list[tuple[float, float]] = []
+        self._abandoned: set[str] = set()
+        """Requests that nobody waits for any more, whose completion has still to come out of a step."""
+        self.prepare_s = 0.0
+        """Seconds that the last prepare took; decoding went on."""
+        self.commit_s = 0.0
+        """Seconds for which the last commit held decoding up."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request can be answered: a version is live and no step has failed."""
+        return self._failure is None and self._live >= 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Waits for the completion; cancelling aborts the request.
+
+        Raises RequestError or EngineUnavailable, from the engine's `add` at once or from a failed step.
+        """
+        self._add(request)
+        future = self._finish[request.id] = asyncio.get_running_loop().create_future()
+        try:
+            return await future
+        finally:
+            del self._finish[request.id]
+            if future.cancelled():
+                self._abandon(request.id)
+
+    @contextmanager
+    def listen(self, request: GenerateRequest, hear: Callable[[Event], None]):
+        """Add the request and call `hear` with each of its events while the block runs; leaving it early aborts the request."""
+        self._add(request)
+        done = False
+
+        def forward(event: Event) -> None:
+            nonlocal done
+            done = not isinstance(event, tuple)
+            hear(event)
+
+        self._listeners[request.id] = forward
+        try:
+            yield
+        finally:
+            del self._listeners[request.id]
+            if not done:
+                self._abandon(request.id)
+
+    async def prepare(self, version: PolicyVersion) -> None:
+        """Loads in a worker thread while decoding goes on; one at a time."""
+        async with self._preparing:
+            started = time.perf_counter()
+            await asyncio.to_thread(self.engine.prepare, version)
+            self.prepare_s = time.perf_counter() - started
+
+    async def commit(self, number: int) -> None:
+        # between two steps by construction: the loop is here, so it is not in a step
+        started = time.perf_counter()
+        self.engine.commit(number)
+        self.commit_s = time.perf_counter() - started
+        self._live = number
+        self._work.set()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._abort_now(request_ids)
+
+    async def state(self) -> EngineState:
+        return self.engine.state()
+
+    def pause(self) -> None:
+        """Stop stepping; requests are accepted and wait."""
+        self._paused = True
+        self.engine.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        self.engine.resume()
+        self._work.set()
+
+    async def drive(self) -> None:
+        """Steps while there is work and sleeps until woken by `_add`, `commit`, `abort` or `resume`.
+
+        A step that raises leaves KV and sequences in an unknown state: everybody waiting gets EngineUnavailable and the error goes on
+        to whoever runs this, which ends the process (a supervisor starts a clean one).
+        """
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while self.engine.has_work and not self._paused:
+                started = time.time()
+                try:
+                    self._dispatch(self.engine.step())
+                except Exception as error:
+                    self.fail(error)
+                    raise
+                self._note_busy(started, time.time())
+                await asyncio.sleep(0)
+
+    def fail(self, error: Exception) -> None:
+        """Answer everybody who waits, and refuse what comes: this engine is done."""
+        self._failure = error
+        reason = f"the engine is going down: {type(error).__name__}: {error}"
+        for future in self._finish.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(reason))
+        for hear in list(self._listeners.values()):
+            hear(EngineUnavailable(reason))
+
+    def take_spans(self) -> list[tuple[float, float]]:
+        """Busy periods (start, end in seconds since the epoch) since the last call, merged; a running one is cut here."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _add(self, request: GenerateRequest) -> None:
+        if self._failure is not None:
+            raise EngineUnavailable(f"the engine is going down: {self._failure}")
+        if request.id in self._finish or request.id in self._listeners:
+            raise EngineUnavailable(f"id = {request.id!r}: a request with this id is still running; try again or use another id")
+        if self._live < 0:
+            raise EngineUnavailable("no policy version is live yet: prepare and commit one first")
+        self.engine.add(request)
+        self._work.set()
+
+    def _abort_now(self, request_ids: Sequence[str]) -> None:
+        self.engine.abort(request_ids)
+        self._work.set()
+
+    def _abandon(self, request_id: str) -> None:
+        # the engine answers every request once; this answer must not reach a later request that has the same id
+        if self._failure is None:
+            self._abandoned.add(request_id)
+            self._abort_now([request_id])
+
+    def _dispatch(self, result: StepResult) -> None:
+        if self._listeners:
+            for request_id, ids, logprobs in result.tokens:
+                if (hear := self._listeners.get(request_id)) is not None:
+                    hear((ids, logprobs))
+        for completion in result.finished:
+            if completion.id in self._abandoned:
+                self._abandoned.remove(completion.id)
+            elif (future := self._finish.get(completion.id)) is not None:
+                if not future.done():
+                    future.set_result(completion)
+            elif (hear := self._listeners.get(completion.id)) is not None:
+                hear(completion)
+
+    def _note_busy(self, start: float, end: float) -> None:
+        if self._spans and start - self._spans[-1][1] < MERGE_GAP_S:
+            start = self._spans.pop()[0]
+        self._spans.append((start, end))

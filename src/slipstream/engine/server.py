@@ -1,0 +1,151 @@
+"""The engine process: loads a model, serves it over HTTP, and says what it does.
+
+`serve_run` is a replica of a run: it starts without a live version, writes where it listens into the run folder, and reports metrics
+there. `serve_folder` stands alone: version 0 is live at once. Both end cleanly on SIGTERM and SIGINT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from slipstream.chat.tokenizer import ChatTokenizer
+from slipstream.config import RunConfig, load
+from slipstream.config.serve import EngineConfig
+from slipstream.engine.app import make_app
+from slipstream.engine.driver import EngineDriver
+from slipstream.engine.engine import EmbeddedEngine
+from slipstream.engine.metrics import report, write_once
+from slipstream.errors import ConfigError, EngineUnavailable
+from slipstream.observe.metrics import MetricsWriter
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 2.0
+"""Time for answers that are on their way when the process is told to stop."""
+
+
+def serve_run(run_folder: Path, replica: int) -> int:
+    """Serve replica `replica` of a run until SIGTERM; the exit status. Raises ConfigError or ModelError before it serves."""
+    _log_to_stderr()
+    run_folder = Path(run_folder)
+    config = load(RunConfig, [run_folder / "config.toml"])
+    engine = EmbeddedEngine(config.model.path, config.engine, config.model.seq_len, seed=config.seed + replica, version=-1)
+    port = config.engine.port + replica if config.engine.port else 0
+    return asyncio.run(_serve_run(engine, config, run_folder, replica, port))
+
+
+def serve_folder(model_folder: Path, engine_config: EngineConfig, seq_len: int) -> int:
+    """Serve a model folder until SIGTERM or Ctrl-C; the exit status. Raises ConfigError or ModelError before it serves."""
+    _log_to_stderr()
+    engine = EmbeddedEngine(model_folder, engine_config, seq_len, version=0)
+    return asyncio.run(_serve_folder(engine, engine_config, Path(model_folder)))
+
+
+async def _serve_run(engine: EmbeddedEngine, config: RunConfig, run_folder: Path, replica: int, port: int) -> int:
+    driver, token = EngineDriver(engine), secrets.token_urlsafe(32)
+    endpoint = run_folder / "endpoints" / f"engine-{replica}.json"
+    with MetricsWriter(run_folder, f"engine-{replica}") as writer:
+        async with serving(driver, config.model.path, config.engine.host, port, token) as (url, stopped):
+            write_endpoint(endpoint, url, token)
+            log.info("engine-%d listens on %s", replica, url)
+            reporting = asyncio.create_task(report(driver, writer))
+            try:
+                return await stopped
+            finally:
+                reporting.cancel()
+                write_once(driver, writer)
+                endpoint.unlink(missing_ok=True)
+
+
+async def _serve_folder(engine: EmbeddedEngine, config: EngineConfig, folder: Path) -> int:
+    token = secrets.token_urlsafe(32)
+    async with serving(EngineDriver(engine), folder, config.host, config.port, token) as (url, stopped):
+        body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
+        print(f"serving {folder} at {url}/v1 (context {engine.seq_len} tokens); stop with Ctrl-C")
+        print(f"admin token: {token}")
+        print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+        return await stopped
+
+
+@asynccontextmanager
+async def serving(
+    driver: EngineDriver, model_folder: Path, host: str, port: int, token: str
+) -> AsyncIterator[tuple[str, asyncio.Future[int]]]:
+    """The server while the block runs: (its URL, a future with the exit status once it has to stop).
+
+    Status 0 after a signal; 1 when a step failed: the reason is in the log and everybody who waited got EngineUnavailable.
+    Raises ConfigError when the port is taken.
+    """
+    tokenizer = ChatTokenizer.load(model_folder, need_template=False)
+    app = make_app(driver, tokenizer, token, model_folder.resolve().name)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=3600, shutdown_timeout=SHUTDOWN_S)
+    await runner.setup()
+    driving = asyncio.create_task(driver.drive())
+    try:
+        url = await _listen(runner, host, port)
+        yield url, _stopped(driving)
+    finally:
+        driver.fail(EngineUnavailable("it was told to stop"))
+        await runner.cleanup()
+        driving.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):  # its failure, if any, is the exit status already
+            await driving
+
+
+def write_endpoint(file: Path, url: str, token: str) -> None:
+    """Where a replica listens, for the other roles of the run: readable by its user only, never half-written."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_suffix(f".{os.getpid()}.tmp")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        json.dump({"url": url, "token": token, "pid": os.getpid()}, out)
+    fresh.replace(file)
+
+
+def _stopped(driving: asyncio.Task[None]) -> asyncio.Future[int]:
+    """Resolves to the exit status at the first signal, or when the step loop has failed."""
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+
+    def stop(status: int) -> None:
+        if not stopped.done():
+            stopped.set_result(status)
+
+    def driving_ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("the engine failed in a step and ends", exc_info=error)
+            stop(1)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, 0)
+    driving.add_done_callback(driving_ended)
+    return stopped
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"engine.port: {host}:{port} is taken; stop what listens there or set another engine.port (0: a free one)"
+            ) from None
+        raise ConfigError(f"engine.host = {host!r}, engine.port = {port}: cannot listen there: {error.strerror or error}") from None
+    address = runner.addresses[0]
+    name = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"http://{name}:{address[1]}"
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
