@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, ctx: Context) -> Tensor:
         qkv = _linear(x_TD, self.qkv, self.qkv_bias).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        q_THd, k_TGd, v_TGd = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q_THd, k_TGd, v_TGd = qkv.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THd, k_TGd = rms_norm(q_THd, self.q_norm, self.eps), rms_norm(k_TGd, self.k_norm, self.eps)
         q_THd, k_TGd = rope(q_THd, k_TGd, cos_Td, sin_Td)

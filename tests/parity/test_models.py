@@ -1,0 +1,167 @@
+"""Our decoders against transformers', on tiny random models: the same folder, the same logits, the same gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.models import hf
+from slipstream.models.context import FullContext
+from slipstream.models.decoder import Decoder
+from slipstream.models.load import load_model
+
+BASE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+MOE = {**BASE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ZOO: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", MOE),
+    "qwen3_moe-normalised": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "num_experts_per_tok": 3}),
+    "qwen3_moe-tied": ("Qwen3Moe", {**MOE, "tie_word_embeddings": True, "norm_topk_prob": True}),
+    "qwen3_moe-dense-first": ("Qwen3Moe", {**MOE, "mlp_only_layers": [0, 2]}),
+    "qwen3_moe-every-second": ("Qwen3Moe", {**MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    "qwen3_moe-one-head-group": ("Qwen3Moe", {**MOE, "num_key_value_heads": 1, "head_dim": 8, "num_experts_per_tok": 1}),
+    "qwen3_moe-bias": ("Qwen3Moe", {**MOE, "attention_bias": True}),
+    "qwen3": ("Qwen3", BASE),
+    "qwen3-tied": ("Qwen3", {**BASE, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen3-bias": ("Qwen3", {**BASE, "attention_bias": True, "head_dim": 24}),
+    "llama": ("Llama", BASE),
+    "llama-tied": ("Llama", {**BASE, "tie_word_embeddings": True, "num_attention_heads": 2, "rope_theta": 100000.0}),
+    "llama-bias": ("Llama", {**BASE, "attention_bias": True, "head_dim": None, "rms_norm_eps": 1e-3}),
+}
+TOKENS = 23
+
+
+def reference(name: str, folder: Path, **save: Any) -> Any:
+    """A transformers model with weights that tell its parts apart (no ones, no zeros), saved to `folder`."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    family, sizes = ZOO[name]
+    config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="eager")
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.copy_(0.3 * noise + (0 if key.endswith("bias") else 1))
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def reference_grads(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients under the names of the checkpoint (in memory transformers fuses the experts)."""
+    grads = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, matrix in enumerate(parameter.grad):
+                gate, up = matrix.chunk(2)
+                grads |= {name.replace("gate_up_proj", f"{expert}.gate_proj.weight"): gate}
+                grads |= {name.replace("gate_up_proj", f"{expert}.up_proj.weight"): up}
+        elif name.endswith("experts.down_proj"):
+            for expert, matrix in enumerate(parameter.grad):
+                grads[name.replace("down_proj", f"{expert}.down_proj.weight")] = matrix
+        else:
+            grads[name] = parameter.grad
+    return grads
+
+
+def tokens(seed: int = 0, count: int = TOKENS) -> torch.Tensor:
+    return torch.randint(0, BASE["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def our_logits(model: Decoder, ids_T: torch.Tensor) -> torch.Tensor:
+    return model.logits(model(ids_T, torch.arange(len(ids_T)), FullContext([0, len(ids_T)])))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = reference(name, tmp_path)
+    ours = load_model(tmp_path)
+    ids_T = tokens()
+    their_logits = theirs(ids_T[None]).logits[0]
+    logits = our_logits(ours, ids_T)
+    assert their_logits.std() > 0.3
+    torch.testing.assert_close(logits, their_logits, atol=1e-5, rtol=0)
+    with torch.no_grad():  # the native kernels serve here
+        torch.testing.assert_close(our_logits(ours, ids_T), their_logits, atol=1e-5, rtol=0)
+
+    F.cross_entropy(their_logits[:-1], ids_T[1:]).backward()
+    F.cross_entropy(logits[:-1], ids_T[1:]).backward()
+    own = {key: p.grad for key, p in ours.named_parameters() if p.grad is not None}
+    assert len(own) == len(dict(ours.named_parameters()))
+    grads, their_grads = hf.hf_views(ours, own), reference_grads(theirs)
+    assert grads.keys() == their_grads.keys()
+    largest = max(float(g.abs().max()) for g in their_grads.values())
+    for key, grad in grads.items():
+        scale = max(float(their_grads[key].abs().max()), 1e-3 * largest)
+        assert (grad - their_grads[key]).abs().max() <= 1e-5 * scale, key
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "qwen3-tied", "llama-bias"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_goes_in_and_out_bit_for_bit(name: str, sharded: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    theirs = reference(name, source)
+    theirs.to(dtype).save_pretrained(source, max_shard_size="20KB" if sharded else "1GB")
+    if sharded:
+        (source / hf.SINGLE).unlink()
+    assert (source / hf.INDEX).exists() == sharded
+    hf.save_folder(load_model(source, dtype), copy, like=source, shard_bytes=20_000 if sharded else None)
+    assert (copy / hf.INDEX).exists() == sharded
+    before, after = hf.read_tensors(source), hf.read_tensors(copy)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert tensor.dtype == after[key].dtype == dtype
+        assert torch.equal(tensor.view(torch.uint8), after[key].view(torch.uint8)), key
+    assert (copy / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_transformers_loads_what_we_save(tmp_path: Path) -> None:
+    import transformers
+
+    theirs = reference("qwen3_moe-dense-first", tmp_path / "source")
+    hf.save_folder(load_model(tmp_path / "source"), tmp_path / "copy", like=tmp_path / "source", shard_bytes=30_000)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", attn_implementation="eager")
+    ids_T = tokens()
+    with torch.no_grad():
+        assert torch.equal(again(ids_T[None]).logits, theirs(ids_T[None]).logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
+def test_bf16_logits_are_near_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = reference(name, tmp_path).to(torch.bfloat16)
+    ids_T = tokens()
+    with torch.no_grad():
+        logits = our_logits(load_model(tmp_path, torch.bfloat16), ids_T)
+        their_logits = theirs(ids_T[None]).logits[0]
+    assert logits.dtype == torch.bfloat16
+    # 8 bits of mantissa through three layers; a token may also flip an expert, so most rows, not all, are held to it
+    close = ((logits - their_logits).float().abs() < 0.08).all(dim=-1).float().mean()
+    assert close > 0.8
+
+
+def test_the_older_form_of_the_rope_options_gives_the_same_model(tmp_path: Path) -> None:
+    theirs = reference("llama-tied", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": None}))
+    ids_T = tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(our_logits(load_model(tmp_path), ids_T), theirs(ids_T[None]).logits[0], atol=1e-5, rtol=0)
