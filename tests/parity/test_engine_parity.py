@@ -1,0 +1,124 @@
+"""The engine against one full forward pass of the same weights, and against itself under every way of scheduling the same request."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, run, write_model
+
+LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 40]
+
+
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("parity") / "moe", moe=True)
+
+
+@pytest.fixture(scope="module")
+def dense_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("parity") / "dense", moe=False)
+
+
+@pytest.fixture(scope="module")
+def reference(moe_folder):
+    return Reference(moe_folder)
+
+
+def mixed_requests(count: int, **sampling):
+    return [ask(f"r{i}", prompt(i, LENGTHS[i % len(LENGTHS)] + i // 13), max_tokens=4 + i % 9, **sampling) for i in range(count)]
+
+
+def same(a, b, atol: float = 1e-5) -> None:
+    assert a.tokens_N.tolist() == b.tokens_N.tolist()
+    assert a.finish_reason == b.finish_reason
+    np.testing.assert_allclose(a.logprobs_N, b.logprobs_N, atol=atol)
+    np.testing.assert_array_equal(a.routing.ids_TLK, b.routing.ids_TLK)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_greedy_decoding_equals_the_argmax_of_a_full_forward_pass(moe_folder, reference, length):
+    done = run(make_engine(moe_folder), [ask("a", prompt(length, length))])
+    reference.check_greedy(prompt(length, length), done["a"])
+
+
+def test_a_dense_model_decodes_as_its_full_forward_pass_and_has_no_routing(dense_folder):
+    done = run(make_engine(dense_folder), [ask("a", prompt(5, 9))])
+    assert done["a"].routing is None
+    Reference(dense_folder).check_greedy(prompt(5, 9), done["a"])
+
+
+def test_a_batch_of_64_mixed_lengths_equals_each_request_alone(moe_folder, reference):
+    together = run(make_engine(moe_folder, kv_memory_mib=4), mixed_requests(64))
+    for request in mixed_requests(64):
+        alone = run(make_engine(moe_folder), [request])[request.id]
+        same(alone, together[request.id])
+        reference.check_greedy(request.prompt_T, alone)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 5}])
+def test_a_seeded_request_samples_the_same_tokens_alone_and_in_a_batch_of_64(moe_folder, sampling):
+    requests = [ask(f"r{i}", prompt(i, 1 + i % 23), max_tokens=10, seed=i, **sampling) for i in range(64)]
+    together = run(make_engine(moe_folder, kv_memory_mib=4), requests)
+    engine = make_engine(moe_folder, prefix_cache=False)
+    for request in requests[::5]:
+        same(run(engine, [request])[request.id], together[request.id])
+
+
+@pytest.mark.parametrize("budget", [4, 7, 16])
+def test_chunked_prefill_equals_one_shot_prefill(moe_folder, budget):
+    requests = mixed_requests(13)
+    once = run(make_engine(moe_folder), requests)
+    chunked = run(make_engine(moe_folder, max_step_tokens=budget, max_running=4), requests)
+    for request in requests:
+        same(once[request.id], chunked[request.id])
+
+
+def test_a_prefix_hit_gives_the_same_completion_and_the_same_routing_rows(moe_folder, reference):
+    engine = make_engine(moe_folder)
+    prompt_T = prompt(3, 30)
+    first = run(engine, [ask("first", prompt_T)])["first"]
+    hit = run(engine, [ask("hit", prompt_T)])["hit"]
+    assert (first.cached_tokens, hit.cached_tokens) == (0, 28)
+    same(first, hit)
+    reference.check_greedy(prompt_T, hit)
+
+
+def test_the_next_turn_hits_the_blocks_that_the_last_one_generated(moe_folder, reference):
+    engine = make_engine(moe_folder)
+    prompt_T = prompt(4, 10)
+    first = run(engine, [ask("r/0", prompt_T, max_tokens=15)])["r/0"]
+    longer_T = np.concatenate([prompt_T, first.tokens_N, prompt(5, 6)])
+    start = len(prompt_T) + len(first.tokens_N) - 1
+    second = run(engine, [ask("r/1", longer_T, routing_from=start)])["r/1"]
+    assert second.cached_tokens == 24, "10 + 15 tokens, of which the last was never processed: six blocks of four"
+    assert second.routing.start == start and len(second.routing.ids_TLK) == len(longer_T) + len(second.tokens_N) - 1 - start
+    reference.check_greedy(longer_T, second)
+
+
+def test_requests_admitted_together_share_the_prompt_that_one_of_them_computes(moe_folder, reference):
+    engine = make_engine(moe_folder)
+    prompt_T = prompt(6, 21)
+    done = run(engine, [ask(f"g{i}", prompt_T) for i in range(8)])
+    assert sorted(c.cached_tokens for c in done.values()) == [0] + [20] * 7
+    for completion in done.values():
+        reference.check_greedy(prompt_T, completion)
+
+
+def test_preemption_changes_neither_tokens_nor_logprobs_nor_routing(moe_folder, reference):
+    requests = [ask(f"r{i}", prompt(i, 20 + i), max_tokens=50, seed=i, temperature=float(i % 2)) for i in range(24)]
+    roomy = run(make_engine(moe_folder, kv_memory_mib=8), requests)
+    engine = make_engine(moe_folder)
+    tight = run(engine, requests)
+    assert engine.preemptions > 0
+    for request in requests:
+        same(roomy[request.id], tight[request.id])
+        assert tight[request.id].routing.valid_T.all()
+    assert engine.state().kv_used_frac == 0
+    reference.check_greedy(requests[0].prompt_T, tight["r0"])
+
+
+def test_bfloat16_routes_and_samples_close_to_float32(moe_folder):
+    wide = run(make_engine(moe_folder), [ask("a", prompt(1, 20), max_tokens=1)])["a"]
+    narrow = run(make_engine(moe_folder, dtype="bfloat16"), [ask("a", prompt(1, 20), max_tokens=1)])["a"]
+    np.testing.assert_allclose(wide.logprobs_N, narrow.logprobs_N, atol=0.1)
