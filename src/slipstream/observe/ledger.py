@@ -1,0 +1,36 @@
+"""Counts out of a run's ledger. Reads only: the orchestrator owns the file and may be writing to it at the same time."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+LEDGER = "ledger.sqlite"
+STATUSES = ("trained", "dropped", "in_flight", "ready")
+"""Where an issued rollout can be. The ledger balances when each is in exactly one of these."""
+
+
+def read_ledger(run_folder: Path) -> dict[str, Any] | None:
+    """Counts of the ledger: `by_status`, `by_outcome`, `by_reason`, `issued`, `balanced`. None when there is no ledger yet."""
+    path = Path(run_folder) / LEDGER
+    if not path.exists():
+        return None
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10)) as ledger:
+        if not ledger.execute("select 1 from sqlite_master where name = 'rollouts'").fetchone():
+            return None
+
+        def counts(query: str) -> dict[str, int]:
+            return {str(name): int(count) for name, count in ledger.execute(query)}
+
+        by_status = counts("select status, count(*) from rollouts group by status")
+        issued, distinct = ledger.execute("select count(*), count(distinct id) from rollouts").fetchone()
+        stepless = ledger.execute("select count(*) from rollouts where status = 'trained' and step is null").fetchone()[0]
+        return {
+            "issued": issued,
+            "by_status": by_status,
+            "by_outcome": counts("select outcome, count(*) from rollouts where outcome is not null and outcome <> '' group by outcome"),
+            "by_reason": counts("select reason, count(*) from rollouts where status = 'dropped' group by reason"),
+            "balanced": issued == sum(by_status.get(status, 0) for status in STATUSES) and issued == distinct and stepless == 0,
+        }
