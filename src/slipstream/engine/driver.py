@@ -20,6 +20,10 @@ from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVer
 MERGE_GAP_S = 0.02
 """Busy periods with a shorter pause between them are one span: a client needs that long to come back with its next turn."""
 
+TURNS_A_STEP = 3
+"""Turns of the event loop between two steps: reading a request, starting its handler and answering are one turn each. With a single turn
+they would be a step apart, and every request would wait for two more steps."""
+
 
 class StepResult(Protocol):
     """What one engine step did."""
@@ -169,7 +173,8 @@ class EngineDriver:
                     self.fail(error)
                     raise
                 self._note_busy(started, time.time())
-                await asyncio.sleep(0)
+                for _ in range(TURNS_A_STEP):
+                    await asyncio.sleep(0)
 
     def fail(self, error: Exception) -> None:
         """Answer everybody who waits, and refuse what comes: this engine is done."""

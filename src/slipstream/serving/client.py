@@ -1,0 +1,124 @@
+"""The Engine port over HTTP: one engine server, from the caller's side.
+
+Speaks the wire format to POST /slipstream/generate and JSON to the admin routes. Knows nothing of other replicas, retries or versions:
+that is `slipstream.serving.pool`. Must be used from one event loop; connections are opened when they are first needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from slipstream.errors import EngineError, EngineUnavailable, RequestError, WireError
+from slipstream.transport.codec import decode_completion, encode_request
+from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
+
+ASK_TIMEOUT_S = 60.0
+"""Deadline of state, commit and abort. The server answers between two engine steps, which take seconds for a large model on a CPU."""
+PREPARE_TIMEOUT_S = 600.0
+"""Deadline of prepare, which reads and hashes all weights."""
+_NO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+class EngineBusy(EngineUnavailable):
+    """HTTP 429: the engine is alive and its queue is full."""
+
+
+class HttpEngine:
+    """Implements ports.Engine. Every call has a deadline of its own, beside the caller's."""
+
+    def __init__(self, url: str, token: str = "", generate_timeout_s: float = 3600.0):
+        """`url` like 'http://127.0.0.1:8000'. `token` is the admin token; generating needs none."""
+        self.url = url.rstrip("/")
+        self._generate_url = f"{self.url}/slipstream/generate"
+        self._admin = {"Authorization": f"Bearer {token}"}
+        self._generate_timeout_s = generate_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See ports.Engine. Cancelling closes the connection, upon which the server aborts the request."""
+        body = await self._send("POST", self._generate_url, encode_request(request), {}, self._generate_timeout_s)
+        try:
+            return decode_completion(body)
+        except WireError as error:
+            raise EngineUnavailable(f"{self.url}: the answer to {request.id} does not decode: {error}") from None
+
+    async def prepare(self, version: PolicyVersion) -> None:
+        await self._admin_post("prepare", asdict(version), PREPARE_TIMEOUT_S)
+
+    async def commit(self, number: int) -> None:
+        await self._admin_post("commit", {"number": number}, ASK_TIMEOUT_S)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._admin_post("abort", {"ids": list(request_ids)}, ASK_TIMEOUT_S)
+
+    async def pause(self) -> None:
+        """Stop decoding; requests wait. Not part of the port."""
+        await self._admin_post("pause", {}, ASK_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        await self._admin_post("resume", {}, ASK_TIMEOUT_S)
+
+    async def state(self) -> EngineState:
+        body = await self._send("GET", f"{self.url}/admin/state", None, self._admin, ASK_TIMEOUT_S)
+        return msgspec.json.decode(body, type=EngineState)
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent; a later call opens new ones."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def _admin_post(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
+        await self._send("POST", f"{self.url}/admin/{name}", msgspec.json.encode(body), self._admin, timeout_s)
+
+    async def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float) -> bytes:
+        """The body of a 200 answer; every other ending is one of our exceptions."""
+        if self._session is None:
+            self._session = _open_session()
+        try:
+            async with asyncio.timeout(timeout_s), self._session.request(method, url, data=body, headers=headers) as response:
+                answer = await response.read()
+        except TimeoutError:
+            raise EngineUnavailable(f"{method} {url}: no answer within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}") from None
+        if response.status != 200:
+            raise _error_of(method, url, response.status, answer)
+        return answer
+
+
+def _open_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=_NO_HEADERS,
+        auto_decompress=False,
+    )
+
+
+def _error_of(method: str, url: str, status: int, body: bytes) -> EngineError:
+    """The exception that an answer with this status stands for (slipstream.engine.http has the table)."""
+    try:
+        message = msgspec.json.decode(body)["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message = body[:200].decode(errors="replace")
+    text = f"{method} {url}: HTTP {status}: {message}"
+    if status == 429:
+        return EngineBusy(text)
+    if status >= 500:
+        return EngineUnavailable(text)
+    return EngineError(text) if status == 409 else RequestError(text)
