@@ -1,0 +1,67 @@
+"""How the orchestrator waits: events with deadlines, and durable writes that are tried again. Asyncio time only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from slipstream.errors import TrainerError
+
+PERSIST_TRIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that the run waits for each part before it looks, or tries, again."""
+
+    prepare_s: float = 120.0
+    """An engine loads and verifies new weights."""
+    commit_s: float = 30.0
+    """An engine swaps them in between two decode steps."""
+    state_s: float = 5.0
+    send_s: float = 60.0
+    """A batch becomes durable."""
+    poll_s: float = 1.0
+    """Between looks at whether the run ends, while waiting for the trainer."""
+    idle_s: float = 10.0
+    """Between looks at what should have been announced by a wake-up."""
+    watch_s: float = 1.0
+    """Between looks at the engine's load."""
+    eval_s: float = 900.0
+    """One evaluation, during which newer versions wait."""
+    cancel_grace_s: float = 5.0
+    """A cancelled player that has not ended by then is abandoned."""
+
+
+class Wake:
+    """An event that one coroutine waits for and any number raise. A wake-up before the wait is not lost."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """True when woken, False at the deadline. Look at the condition again after either."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._event.clear()
+
+
+async def persist(write: Callable[[], Awaitable[None]], timeout_s: float, what: str) -> None:
+    """Await `write()`, which is idempotent, until it succeeds. Raises TrainerError after `PERSIST_TRIES` failures."""
+    for attempt in range(PERSIST_TRIES):
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await write()
+        except OSError as error:  # a full disk, a lost message, a deadline
+            problem = error
+            await asyncio.sleep(min(0.1 * 2**attempt, 5.0))
+    raise TrainerError(f"{what} cannot be handed to the trainer after {PERSIST_TRIES} tries: {type(problem).__name__}: {problem}")
