@@ -7,6 +7,7 @@ thread, so one that misses its deadline is abandoned and counted; the next call 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import queue
 import threading
@@ -124,7 +125,7 @@ class _Worker:
             call = self.calls.get()
             settle = call.run()
             self._done(self, call)
-            if not call.loop.is_closed():  # abandoned by a loop that has ended since: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop has ended since: nobody waits
                 call.loop.call_soon_threadsafe(settle)
             del call, settle  # an idle thread must not keep the last conversation alive
 

@@ -1,0 +1,106 @@
+import asyncio
+import threading
+
+import pytest
+
+from slipstream.envs.hooks import Workers, run_hook
+from slipstream.errors import EnvError
+
+
+async def test_coroutine_functions_run_on_the_loop_and_plain_ones_in_a_daemon_thread():
+    async def on_loop():
+        return threading.current_thread()
+
+    def in_thread():
+        return threading.current_thread()
+
+    assert await run_hook(on_loop, timeout=1) is threading.current_thread()
+    worker = await run_hook(in_thread, timeout=1)
+    assert worker is not threading.current_thread()
+    assert worker.daemon
+
+
+async def test_a_thread_that_returns_in_time_is_used_again():
+    workers = Workers()
+    idents = {await workers.call(threading.get_ident, (), 1) for _ in range(20)}
+    assert len(idents) == 1
+
+
+async def test_calls_that_wait_for_one_another_all_get_a_thread():
+    barrier = threading.Barrier(10)
+    await asyncio.gather(*(Workers().call(barrier.wait, (5,), 5) for _ in range(10)))
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), TimeoutError("of the hook itself")])
+async def test_what_a_hook_raises_reaches_the_caller(error):
+    def in_thread():
+        raise error
+
+    async def on_loop():
+        raise error
+
+    for fn in (in_thread, on_loop):
+        with pytest.raises(type(error), match=str(error)):
+            await run_hook(fn, timeout=5)
+
+
+async def test_a_hook_that_calls_exit_does_not_kill_its_thread():
+    workers = Workers()
+    with pytest.raises(EnvError, match="SystemExit: 3"):
+        await workers.call(exit_with, (3,), 1)
+    assert await workers.call(int, ("7",), 1) == 7
+
+
+def exit_with(code):
+    raise SystemExit(code)
+
+
+async def test_a_hung_thread_is_abandoned_counted_and_replaced(release):
+    workers = Workers()
+    with pytest.raises(EnvError, match=r"wait did not return within 0.01 s \(turn_timeout_s\)"):
+        await workers.call(release.wait, (), 0.01)
+    assert workers.hung == 1
+    assert await workers.call(int, ("7",), 1) == 7
+
+
+async def test_too_many_hung_threads_refuse_new_calls_until_some_return(release):
+    workers = Workers(max_hung=3)
+    for _ in range(3):
+        with pytest.raises(EnvError, match="did not return"):
+            await workers.call(release.wait, (), 0.001)
+    with pytest.raises(EnvError, match=r"3 earlier environment calls still hang .*limit 3"):
+        await workers.call(int, ("7",), 1)
+    release.set()
+    while workers.hung:
+        await workers_turn()
+    assert await workers.call(int, ("7",), 1) == 7
+
+
+async def workers_turn():
+    """Let other threads run."""
+    await asyncio.get_running_loop().run_in_executor(None, threading.get_ident)
+
+
+async def test_a_cancelled_call_counts_as_hung_until_its_thread_returns(release):
+    workers = Workers()
+    started = threading.Event()
+
+    def hook():
+        started.set()
+        release.wait()
+
+    task = asyncio.create_task(workers.call(hook, (), 60))
+    while not started.is_set():
+        await workers_turn()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert workers.hung == 1
+
+
+async def test_an_async_hook_that_never_returns_misses_its_deadline():
+    async def hangs():
+        await asyncio.Event().wait()
+
+    with pytest.raises(EnvError, match=r"hangs did not return within 0.01 s"):
+        await run_hook(hangs, timeout=0.01)
