@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,13 +56,17 @@ class History:
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of a key, by step; values that were not finite are left out."""
         values = self._series.get(key, {})
-        steps = sorted(step for step, value in values.items() if np.isfinite(value))
+        steps = sorted(step for step, value in values.items() if isfinite(value))
         return np.array(steps, dtype=np.int64), np.array([values[step] for step in steps], dtype=np.float64)
 
     def last(self, key: str) -> float | None:
         """The latest finite value of a per-step key."""
-        _, values = self.series(key)
-        return float(values[-1]) if len(values) else None
+        return next((value for value in reversed(self._series.get(key, {}).values()) if isfinite(value)), None)
+
+    def recent(self, key: str, count: int) -> list[float]:
+        """The latest finite values of a per-step key, oldest first; at most `count`."""
+        values = (value for value in reversed(self._series.get(key, {}).values()) if isfinite(value))
+        return list(islice(values, count))[::-1]
 
     def keys(self, prefix: str, suffix: str = "") -> list[str]:
         """Keys seen so far, sorted."""
@@ -76,9 +82,13 @@ class History:
         seen = {role for role, _ in self._samples} | {span.role for span in self.spans}
         return sorted(role for role in seen if role.partition("-")[0] == kind)
 
-    def counter(self, role: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Times and values of a cumulative counter of one process; a restart from 0 goes on from the value before."""
+    def counter(self, role: str, key: str, newest: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Times and values of a cumulative counter of one process; a restart from 0 goes on from the value before.
+
+        `newest`: only that many of the latest samples.
+        """
         samples = self._samples.get((role, key), [])
+        samples = samples if newest is None else samples[-newest:]
         times = np.array([time for time, _ in samples], dtype=np.float64)
         raw = np.array([value for _, value in samples], dtype=np.float64)
         if not len(raw):
