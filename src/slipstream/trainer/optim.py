@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
     """The moments and step counts as '<state>/<parameter name>': what a checkpoint stores. Empty before the first step."""
     return {f"{key}/{names[p]}": value for p, state in optimizer.state.items() for key, value in state.items()}
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], tensors: dict[str, Tensor]) -> None:
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor]) -> None:
     """The inverse of `optimizer_tensors`."""
     parameters = {name: p for p, name in names.items()}
     optimizer.state.clear()
     for key, value in tensors.items():
         state, _, name = key.partition("/")
-        optimizer.state[parameters[name]][state] = value
+        optimizer.state[parameters[name]][state] = value.clone()

@@ -36,7 +36,8 @@ class Weights:
     def sync(self) -> None:
         """Round the masters into the compute copy."""
         if self.compute is not self.master:
-            torch._foreach_copy_(list(self.compute.parameters()), list(self.master.parameters()))
+            for copied, master in zip(self.compute.parameters(), self.master.parameters(), strict=True):
+                copied.copy_(master)
 
 
 def _hand_over_to(master: nn.Parameter) -> Callable[[Tensor], None]:

@@ -44,6 +44,10 @@ class RoutingStats:
             same_TL = (ids_TLK.unsqueeze(3) == native_TLK.unsqueeze(2)).any(3).all(2)
             self._flipped += int((~same_TL).sum())
 
+    def shares(self) -> np.ndarray:
+        """Share of each MoE layer's tokens that went to each expert [L, E]; empty for a dense model."""
+        return self.load_LE / np.maximum(1, self.load_LE.sum(1, keepdims=True))
+
     def metrics(self) -> dict[str, float]:
         """Empty for a dense model."""
         if not self._tokens:

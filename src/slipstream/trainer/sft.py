@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.algorithms.packing import assign
-from slipstream.config import RunConfig
-from slipstream.config.train import PolicyGradientLoss, SftConfig
+from slipstream.config import RunConfig, validate
+from slipstream.config.train import PolicyGradientLoss
 from slipstream.errors import ConfigError, TrainerError
 from slipstream.models.hf import save_folder
 from slipstream.models.load import load_model
@@ -34,12 +34,14 @@ def train(
     """Train for `config.sft.steps` steps and write `out_folder` as an HF folder. Returns the metrics of the last step.
 
     Metrics: loss (nats a token), grad_norm, lr, tokens (of the step), tokens_per_s.
-    Raises ConfigError: no samples, or one longer than a row; TrainerError: too many non-finite steps in a row.
+    Raises ConfigError: no [sft] table, no samples, or one longer than a row; TrainerError: too many non-finite steps in a row.
     """
-    sft = config.sft or SftConfig()
+    sft = config.sft
+    if sft is None:
+        raise ConfigError("sft: the run file has no [sft] table; add one (an empty table takes every default)")
     if not samples:
         raise ConfigError("sft: there are no demonstrations to train on; raise sft.num_demonstrations")
-    trainer = config.trainer.replace(loss=PolicyGradientLoss())
+    trainer = config.trainer.replace(loss=validate(PolicyGradientLoss, {}))
     learner = Learner(load_model(model_folder), trainer, sft.optim, sft.steps)
     chosen, bad_steps, metrics = draws(len(samples), sft.samples_per_step, config.seed), 0, {}
     for step in range(1, sft.steps + 1):

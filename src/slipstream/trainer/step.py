@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.algorithms.losses import LossOutput, k3, loss_fn
+from slipstream.algorithms.losses import loss_fn
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.errors import ConfigError, StateError
 from slipstream.models.decoder import Decoder
@@ -23,6 +23,7 @@ from slipstream.ops import token_logprobs
 from slipstream.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from slipstream.trainer.precision import Weights
 from slipstream.trainer.routing import RoutingStats, row_context
+from slipstream.trainer.sums import TokenSums
 from slipstream.types import Batch, MicroBatch
 
 
@@ -49,17 +50,13 @@ class Learner:
         if config.recompute:
             _recompute_layers(self.weights.compute)
         self.optimizer = make_optimizer(model.parameters(), optim)
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._loss_fn = loss_fn(config.loss)
 
     def step(self, batch: Batch) -> StepOutcome:
         """Train on one batch. A non-finite loss or gradient leaves the weights as they are and names the problem."""
-        _check(batch)
         rate = learning_rate(self.optim, batch.step, self.max_steps)
-        sums, routing = _TokenSums(), RoutingStats(self.weights.master.spec)
-        self.optimizer.zero_grad(set_to_none=True)
-        for row in batch.micro_batches:
-            self._row(row, batch, sums, routing)
+        sums, routing = self.accumulate(batch)
         norm = float(nn.utils.clip_grad_norm_(self.weights.parameters, self.optim.clip_norm, foreach=True))
         loss = sums.loss / max(1, batch.loss_tokens)
         problem = _problem(batch, loss, norm)
@@ -68,19 +65,22 @@ class Learner:
             self.optimizer.step()
             self.weights.sync()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics = {
-            "trainer/loss/mean": loss,
-            "trainer/grad/norm": norm,
-            "trainer/optim/lr": rate,
-            "trainer/step/skipped": float(bool(problem)),
-        }
-        load_LE = routing.load_LE / np.maximum(1, routing.load_LE.sum(1, keepdims=True))
-        return StepOutcome(metrics | _sizes(batch) | sums.metrics() | routing.metrics(), load_LE, problem)
+        own = {"loss/mean": loss, "grad/norm": norm, "optim/lr": rate, "step/skipped": float(bool(problem))}
+        metrics = {f"trainer/{key}": value for key, value in own.items()} | _sizes(batch) | sums.metrics() | routing.metrics()
+        return StepOutcome(metrics, routing.shares(), problem)
 
-    def _row(self, row: MicroBatch, batch: Batch, sums: _TokenSums, routing: RoutingStats) -> None:
+    def accumulate(self, batch: Batch) -> tuple[TokenSums, RoutingStats]:
+        """Gradients of the mean loss over the batch's loss tokens, unclipped, in the master weights. `step` does this first."""
+        _check(batch)
+        sums, routing = TokenSums(), RoutingStats(self.weights.master.spec)
+        self.optimizer.zero_grad(set_to_none=True)
+        for row in batch.micro_batches:
+            if row.loss_mask_T.any():
+                self._row(row, batch, sums, routing)
+        return sums, routing
+
+    def _row(self, row: MicroBatch, batch: Batch, sums: TokenSums, routing: RoutingStats) -> None:
         """Forward and backward of one row; gradients add up in the parameters."""
-        if not row.loss_mask_T.any():
-            return
         model = self.weights.compute
         context = row_context(row, model.spec, self.config.router_replay)
         hidden_TD = model(torch.tensor(row.tokens_T), torch.tensor(row.positions_T), context)
@@ -95,49 +95,6 @@ class Learner:
         (output.loss_T.sum() / batch.loss_tokens).backward()
         sums.add(output, logprobs_N.detach(), engine_N, entropy_N, torch.tensor(batch.version - row.versions_T[at_N]))
         routing.add(row, context, self.config.router_replay)
-
-
-class _TokenSums:
-    """Sums over the loss tokens of a batch, in float64."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self._count = self._fresh_count = 0
-        self._kl = self._fresh_kl = self._entropy = self._lag = 0.0
-        self._extreme = self._masked = self._lag_max = 0
-
-    @torch.no_grad()
-    def add(self, output: LossOutput, logprobs_N: Tensor, engine_N: Tensor, entropy_N: Tensor, lag_N: Tensor) -> None:
-        kl_N, log_ratio_N, fresh_N = k3(logprobs_N, engine_N), logprobs_N - engine_N, lag_N == 0
-        self.loss += float(output.loss_T.sum(dtype=torch.float64))
-        self._count += len(kl_N)
-        self._kl += float(kl_N.sum(dtype=torch.float64))
-        self._fresh_count += int(fresh_N.sum())
-        self._fresh_kl += float(kl_N[fresh_N].sum(dtype=torch.float64))
-        self._extreme += int((log_ratio_N.abs() > np.log(2.0)).sum())
-        self._masked += int(output.masked_T.sum())
-        self._entropy += float(entropy_N.sum(dtype=torch.float64))
-        self._lag += float(lag_N.sum())
-        self._lag_max = max(self._lag_max, int(lag_N.max()))
-
-    def metrics(self) -> dict[str, float]:
-        """Means; the split of the mismatch KL names only the parts that have tokens."""
-        count, stale = self._count, self._count - self._fresh_count
-        if not count:
-            return {}
-        metrics = {
-            "trainer/mismatch_kl/mean": self._kl / count,
-            "trainer/ratio/extreme_frac": self._extreme / count,
-            "trainer/ratio/masked_frac": self._masked / count,
-            "trainer/entropy/mean": self._entropy / count,
-            "trainer/lag/mean": self._lag / count,
-            "trainer/lag/max": float(self._lag_max),
-        }
-        if self._fresh_count:
-            metrics["trainer/mismatch_kl/fresh"] = self._fresh_kl / self._fresh_count
-        if stale:
-            metrics["trainer/mismatch_kl/stale"] = (self._kl - self._fresh_kl) / stale
-        return metrics
 
 
 def _sizes(batch: Batch) -> dict[str, float]:

@@ -21,7 +21,6 @@ from typing import Any
 import xxhash
 
 from slipstream.errors import ModelError, WireError
-from slipstream.transport.files import fsync_folder, write_durably
 from slipstream.types import PolicyVersion
 
 SCHEMA = 1
@@ -89,21 +88,28 @@ def seal(temp: Path, weights: Path, number: int, parent: int | None) -> PolicyVe
     """Fingerprint temp/model.safetensors, write version.json beside it and rename `temp` to its final name.
 
     A version of that number with the same weights (a step trained again after a crash) is left alone, because an engine may be
-    reading it; one with other weights is replaced. The tensors are not fsynced: after a power loss they can be made again from the
+    reading it; one with other weights is replaced. Nothing is fsynced: after a power loss a version can be made again from the
     checkpoint, and a reader verifies the hash; waiting for the disk would delay every step.
     """
     fingerprint, hashes = fingerprint_file(temp / TENSORS_FILE)
     values = {"schema": SCHEMA, "number": number, "fingerprint": fingerprint, "parent": parent, "tensors": hashes}
-    write_durably(temp / VERSION_FILE, json.dumps(values).encode())
+    (temp / VERSION_FILE).write_text(json.dumps(values))
     final = version_folder(weights, number)
     if final.exists():
-        if read_version(final).fingerprint == fingerprint:
+        if _fingerprint_of(final) == fingerprint:
             shutil.rmtree(temp)
             return read_version(final)
         shutil.rmtree(final)
     os.rename(temp, final)
-    fsync_folder(weights)
     return PolicyVersion(number, fingerprint, parent, str(final))
+
+
+def _fingerprint_of(folder: Path) -> str | None:
+    """What is published in `folder`; None when that is not readable (a power loss while it was written)."""
+    try:
+        return read_version(folder).fingerprint
+    except (ModelError, WireError):
+        return None
 
 
 def fingerprint_file(path: Path) -> tuple[str, dict[str, str]]:
