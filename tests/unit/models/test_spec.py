@@ -1,0 +1,150 @@
+"""config.json to ModelSpec: what is read, what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.errors import ModelError
+from slipstream.models.load import build_model
+from slipstream.models.spec import ModelSpec
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+def test_it_imports_without_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; import slipstream.models.spec"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_absent_options_take_the_defaults_of_the_family() -> None:
+    spec = ModelSpec.from_config(LLAMA)
+    assert (spec.num_kv_heads, spec.head_dim, spec.rope_theta, spec.rms_eps) == (4, 8, 10000.0, 1e-6)
+    assert (spec.qk_norm, spec.attention_bias, spec.tie_embeddings, spec.moe_layers) == (False, False, False, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0, 1, 2)),
+        ({"mlp_only_layers": [1]}, (0, 2)),
+        ({"decoder_sparse_step": 2}, (1,)),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 1, 2]}, ()),
+    ],
+)
+def test_moe_layers_follow_the_two_options(options: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert ModelSpec.from_config({**MOE, **options}).moe_layers == expected
+
+
+def test_both_spellings_of_the_expert_count_are_read() -> None:
+    renamed = {**MOE, "num_local_experts": MOE["num_experts"]}
+    del renamed["num_experts"]
+    assert ModelSpec.from_config(renamed) == ModelSpec.from_config(MOE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+    ],
+)
+def test_every_form_of_the_plain_rope_options_is_read(options: dict[str, Any]) -> None:
+    assert ModelSpec.from_config({**LLAMA, **options}).rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model_type": "gpt2"}, "model_type = 'gpt2'"),
+        ({"model_type": None}, "model_type = None"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"rope_interleaved": True}, "rope_interleaved = True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": -1}, "hidden_size = -1"),
+        ({"vocab_size": True}, "vocab_size = True"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        ({"head_dim": 7}, "head_dim = 7"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
+        ({"eos_token_id": "2"}, "eos_token_id = '2'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=r"here\.json") as caught:
+        ModelSpec.from_config({**LLAMA, **options}, "here.json")
+    assert named in str(caught.value)
+
+
+def test_more_chosen_experts_than_experts_are_refused() -> None:
+    with pytest.raises(ModelError, match="num_experts_per_tok = 7"):
+        ModelSpec.from_config({**MOE, "num_experts_per_tok": 7})
+
+
+def test_end_ids_come_from_the_generation_config_where_it_has_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 3, "torch_dtype": "bfloat16"}))
+    assert ModelSpec.from_folder(tmp_path).eos_ids == (3,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    spec = ModelSpec.from_folder(tmp_path)
+    assert (spec.eos_ids, spec.dtype) == ((5, 6), "bfloat16")
+
+
+def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        ModelSpec.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="JSON"):
+        ModelSpec.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="expected an object"):
+        ModelSpec.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, MOE, {**MOE, "mlp_only_layers": [1], "attention_bias": True, "tie_word_embeddings": True}],
+    ids=["llama", "moe", "mixed"],
+)
+def test_the_parameter_count_is_that_of_the_built_model(config: dict[str, Any]) -> None:
+    spec = ModelSpec.from_config(config)
+    assert spec.num_params == sum(p.numel() for p in build_model(spec, device="meta").parameters())
+    unused = 3 * spec.hidden * spec.expert_intermediate * (spec.num_experts - spec.top_k) * len(spec.moe_layers)
+    assert spec.num_params - spec.num_active_params == unused
