@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from slipstream.types import Batch, Completion, GenerateRequest, MicroBatch, Rou
 
 
 def encode_request(request: GenerateRequest) -> bytes:
-    meta = {"id": request.id, "salt": request.salt, "routing_from": request.routing_from, "sampling": asdict(request.sampling)}
+    meta = {"id": request.id, "salt": request.salt, "routing_from": request.routing_from, "sampling": request.sampling}
     return encode("generate_request", meta, {"prompt": request.prompt_T})
 
 
@@ -30,7 +29,7 @@ def encode_completion(completion: Completion) -> bytes:
         "finish_reason": completion.finish_reason,
         "cached_tokens": completion.cached_tokens,
         "kv_age": completion.kv_age,
-        "timings": asdict(completion.timings),
+        "timings": completion.timings,
     }
     arrays = {"tokens": completion.tokens_N, "logprobs": completion.logprobs_N}
     if completion.routing is not None:

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,6 @@ def decode(data: bytes | memoryview, kind: str) -> tuple[dict[str, Any], dict[st
 
 def _array(view: memoryview, base: int, kind: str, name: str, dtype: str, shape: list[int], offset: int, size: int) -> np.ndarray:
     start = base + offset
-    if dtype not in _DTYPES or start + size > len(view) or int(np.prod(shape)) * np.dtype(dtype).itemsize != size:
+    if dtype not in _DTYPES or start + size > len(view) or math.prod(shape) * np.dtype(dtype).itemsize != size:
         raise WireError(f"{kind}: array {name!r} ({dtype} {shape}, {size} bytes at {offset}) does not fit the message")
     return np.frombuffer(view[start : start + size], dtype=dtype).reshape(shape)
