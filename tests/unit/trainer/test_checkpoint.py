@@ -1,0 +1,134 @@
+"""Checkpoints: whole or not there, verified, and never at the cost of the one before."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.errors import ModelError
+from slipstream.trainer import checkpoint
+from slipstream.trainer.checkpoint import Checkpoint, list_steps, newest_valid, prune, read, step_folder
+
+
+def save(root: Path, step: int, size: int = 8) -> Checkpoint:
+    tensors = {"w": torch.full((size,), float(step))}
+    return checkpoint.save(root, step, tensors, {"exp_avg/w": tensors["w"] * 2}, {"bad_steps": step}, {"cursor": [step, None]}, "cafe")
+
+
+def silent(message: str) -> None:
+    raise AssertionError(f"unexpected warning: {message}")
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_everything_that_was_saved_is_read_back(tmp_path):
+    saved = save(tmp_path, 3)
+    found = newest_valid(tmp_path, silent)
+    assert found == saved == read(step_folder(tmp_path, 3))
+    assert (found.step, found.state, found.orchestrator_state) == (3, {"bad_steps": 3}, {"cursor": [3, None]})
+    assert found.config_fingerprint == "cafe"
+    assert torch.equal(found.model_tensors()["w"], torch.full((8,), 3.0))
+    assert torch.equal(found.optimizer_tensors()["exp_avg/w"], torch.full((8,), 6.0))
+
+
+def test_a_run_that_never_saved_has_no_checkpoint(tmp_path):
+    assert newest_valid(tmp_path / "absent", silent) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+def test_damage_to_any_file_is_found_and_named(tmp_path, name):
+    save(tmp_path, 1)
+    path = step_folder(tmp_path, 1) / name
+    damage(path)
+    with pytest.raises(ModelError, match=name):
+        read(step_folder(tmp_path, 1))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=name):
+        read(step_folder(tmp_path, 1))
+    path.unlink()
+    with pytest.raises(ModelError, match=rf"{name} is missing"):
+        read(step_folder(tmp_path, 1))
+
+
+def test_a_changed_value_in_the_manifest_is_found(tmp_path):
+    save(tmp_path, 1)
+    path = step_folder(tmp_path, 1) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "orchestrator_state": {"cursor": [2, None]}}))
+    with pytest.raises(ModelError, match=r"manifest\.json is damaged"):
+        read(step_folder(tmp_path, 1))
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_one_warning(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    damage(step_folder(tmp_path, 3) / "model.safetensors")
+    (step_folder(tmp_path, 2) / "state.json").unlink()
+    warnings: list[str] = []
+    found = newest_valid(tmp_path, warnings.append)
+    assert found is not None and found.step == 1
+    assert len(warnings) == 1 and "step_000003/model.safetensors" in warnings[0] and "step_000002/state.json" in warnings[0]
+
+
+def test_when_no_checkpoint_is_whole_the_run_does_not_start_from_scratch(tmp_path):
+    save(tmp_path, 1)
+    damage(step_folder(tmp_path, 1) / "model.safetensors")
+    with pytest.raises(ModelError, match=r"no checkpoint in .* is usable"):
+        newest_valid(tmp_path, silent)
+
+
+def test_a_process_killed_before_the_rename_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        shutil.copytree(tmp_path / ".tmp-step_000002", tmp_path / "what a kill leaves")
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "rename", die)
+        save(tmp_path, 2)
+    os.rename(tmp_path / "what a kill leaves", tmp_path / ".tmp-step_000002")
+    found = newest_valid(tmp_path, silent)
+    assert found is not None and found.step == 1
+    assert save(tmp_path, 2).step == 2 and not (tmp_path / ".tmp-step_000002").exists()
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing_behind_but_the_previous_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            save(tmp_path, 2, size=50_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert os.listdir(tmp_path) == ["step_000001"]
+    assert newest_valid(tmp_path, silent).step == 1  # type: ignore[union-attr]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 1, size=8)
+    assert len(save(tmp_path, 1, size=16).model_tensors()["w"]) == 16
+    assert os.listdir(tmp_path) == ["step_000001"]
+
+
+def test_pruning_keeps_the_newest_and_says_which_is_the_oldest_left(tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    assert prune(tmp_path, keep_last=2) == 10
+    assert list_steps(tmp_path) == [10, 15]
+    assert prune(tmp_path, keep_last=3) == 10
