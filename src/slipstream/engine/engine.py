@@ -310,8 +310,8 @@ class EmbeddedEngine:
         blocks = self._scheduler.blocks_for(limit - 1)
         if blocks > self._cache.num_blocks:
             raise RequestError(
-                f"request {request.id}: prompt + max_tokens = {limit} tokens need {blocks} KV blocks, but there are {self._cache.num_blocks}: "
-                "lower max_tokens or raise engine.kv_memory_mib"
+                f"request {request.id}: prompt + max_tokens = {limit} tokens need {blocks} KV blocks, "
+                f"but there are {self._cache.num_blocks}: lower max_tokens or raise engine.kv_memory_mib"
             )
         if sampling.stop:
             self._stop_text  # noqa: B018  a missing tokenizer is the request's problem, not the step's

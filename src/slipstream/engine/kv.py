@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,7 +118,7 @@ class KvCache:
     def __init__(self, spec: ModelSpec, block_tokens: int, memory_mib: int, dtype: torch.dtype, capture: bool) -> None:
         self.block_tokens = block_tokens
         self.num_moe_layers = len(spec.moe_layers) if capture else 0
-        self.row_dtype = np.uint8 if spec.num_experts <= 256 else np.uint16
+        self.row_dtype: np.dtype[Any] = np.dtype(np.uint8 if spec.num_experts <= 256 else np.uint16)
         self.num_blocks = self._count(spec, memory_mib, dtype)
         shape = (self.num_blocks, block_tokens, spec.num_kv_heads, spec.head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_layers)]
@@ -129,12 +130,12 @@ class KvCache:
     def _count(self, spec: ModelSpec, memory_mib: int, dtype: torch.dtype) -> int:
         token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
         if self.num_moe_layers:
-            token_bytes += self.num_moe_layers * spec.top_k * np.dtype(self.row_dtype).itemsize
+            token_bytes += self.num_moe_layers * spec.top_k * self.row_dtype.itemsize
         block_bytes = token_bytes * self.block_tokens
         count = memory_mib * _MIB // block_bytes
         if count < 2:
             raise ConfigError(
-                f"engine.kv_memory_mib = {memory_mib} holds {count} blocks of {self.block_tokens} tokens ({block_bytes / _MIB:.2f} MiB each): "
-                "raise engine.kv_memory_mib or lower engine.block_tokens"
+                f"engine.kv_memory_mib = {memory_mib} holds {count} blocks of {self.block_tokens} tokens ({block_bytes / _MIB:.2f} MiB "
+                "each): raise engine.kv_memory_mib or lower engine.block_tokens"
             )
         return count

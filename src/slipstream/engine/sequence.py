@@ -60,8 +60,9 @@ class Sequence:
 
     def versions(self, sampled: int) -> Versions:
         """Run-length form over `sampled` tokens."""
-        ends = [start for _, start in self.stamps[1:]] + [sampled]
-        return tuple((version, end - start) for (version, start), end in zip(self.stamps, ends, strict=True) if end > start)
+        starts = [*(start for _, start in self.stamps), sampled]
+        runs = zip(self.stamps, starts[1:], strict=True)
+        return tuple((version, end - start) for (version, start), end in runs if end > start)
 
     def timings(self, now: float) -> Timings:
         admitted = self.admitted_s or now
