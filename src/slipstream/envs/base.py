@@ -62,8 +62,6 @@ class Env:
     """OpenAI tool specifications that the chat template shows to the policy."""
     hook_timeout_s: float = 60.0
     """Deadline of one hook; `load_env` sets it to the run file's `turn_timeout_s`."""
-    noise: float = 0.0
-    """Share of demonstrations that are wrong on purpose."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -75,6 +73,10 @@ class Env:
     def task(self, split: str, index: int) -> Task:
         """Deterministic in (seed, split, index)."""
         self._missing("task(self, split, index) -> Task")
+
+    def task_from_prompt(self, text: str) -> Task:
+        """A task that a user typed, to try a policy by hand. Raises ConfigError: not a task of this environment."""
+        raise ConfigError(f"environment {self.name!r} plays its own tasks only: add a method task_from_prompt(self, text) to it")
 
     def prompt(self, task: Task) -> Messages | Awaitable[Messages]:
         """The messages that open the conversation."""

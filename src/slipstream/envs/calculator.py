@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.envs.base import Env, draw_task
+from slipstream.errors import ConfigError
 from slipstream.types import Task
 
 _APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
@@ -50,23 +51,23 @@ class Calculator(Env):
         max_operand: int = 99,
         operations: str = "+-",
         require_calls: bool = True,
-        show_tools: bool = False,
+        show_tools: bool = True,
         num_train: int = 20_000,
         num_eval: int = 512,
-        noise: float = 0.0,
         mistakes: Sequence[str] = _MISTAKES,
     ):
         """Operands are 1 to `max_operand`. `require_calls`: the right answer counts only when the tool returned every intermediate value.
-        `show_tools`: put the tool's specification into the prompt (about a hundred tokens; a warmed-up model knows it).
-        `noise`, `mistakes`: share and kinds of wrong demonstrations ('digit': a wrong digit in an operand, 'order': the last operation
-        first, 'early': answers after the first call)."""
+        `show_tools`: let the template show the tool (7 tokens in the models that slipstream makes, some 200 in others; a model that was
+        warmed up on the calls can do without).
+        `mistakes`: kinds of wrong demonstrations ('digit': a wrong digit in an operand, 'order': the last operation first, 'early':
+        answers after the first call)."""
         super().__init__(seed)
         _check("num_steps", num_steps, num_steps >= 2, "at least 2, so that calls depend on one another")
         _check("max_operand", max_operand, max_operand >= 2, "at least 2")
         _check("operations", operations, bool(operations) and set(operations) <= set(_APPLY), "some of '+-*'")
         _check("mistakes", mistakes, bool(mistakes) and set(mistakes) <= set(_MISTAKES), f"some of {list(_MISTAKES)}")
         self.num_steps, self.max_operand, self.operations = num_steps, max_operand, operations
-        self.require_calls, self.noise, self.mistakes = require_calls, noise, tuple(mistakes)
+        self.require_calls, self.mistakes = require_calls, tuple(mistakes)
         self.tools = (TOOL,) if show_tools else ()
         self._sizes = {"train": num_train, "eval": num_eval}
 
@@ -75,8 +76,11 @@ class Calculator(Env):
 
     def task(self, split: str, index: int) -> Task:
         numbers, operations = draw_task(self.seed, split, index, make=self._draw, key=lambda drawn: question(*drawn))
-        payload = {"question": question(numbers, operations), "numbers": numbers, "operations": operations}
-        return Task(f"{self.name}/{split}/{index}", self.name, index, payload)
+        return self._task(f"{self.name}/{split}/{index}", index, numbers, operations)
+
+    def task_from_prompt(self, text: str) -> Task:
+        """A question such as '12+7-5' or '(12+7)*5': a chain that is worked off from left to right."""
+        return self._task(f"{self.name}/prompt/0", 0, *parse_question(text))
 
     async def prompt(self, task: Task) -> list[dict]:
         return [{"role": "user", "content": task.payload["question"]}]
@@ -119,6 +123,10 @@ class Calculator(Env):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(result)})
         return [*messages, {"role": "assistant", "content": str(result)}]
 
+    def _task(self, id_: str, index: int, numbers: list[int], operations: list[str]) -> Task:
+        payload = {"question": question(numbers, operations), "numbers": numbers, "operations": operations}
+        return Task(id_, self.name, index, payload)
+
     def _draw(self, rng: np.random.Generator) -> tuple[list[int], list[str]]:
         numbers = rng.integers(1, self.max_operand + 1, size=self.num_steps + 1).tolist()
         return numbers, [self.operations[i] for i in rng.integers(len(self.operations), size=self.num_steps)]
@@ -132,6 +140,15 @@ def question(numbers: Sequence[int], operations: Sequence[str]) -> str:
             text = f"({text})"
         text, weak = f"{text}{operation}{number}", operation != "*"
     return text
+
+
+def parse_question(text: str) -> tuple[list[int], list[str]]:
+    """The inverse of `question`. Raises ConfigError: not such a chain."""
+    plain = "".join(text.split())
+    numbers, operations = [int(n) for n in re.findall(r"\d+", plain)], re.findall(r"[-+*]", plain)
+    if len(operations) < 1 or len(numbers) != len(operations) + 1 or question(numbers, operations) != plain:
+        raise ConfigError(f"question {text!r}: expected a chain that is worked off from left to right, such as 12+7-5 or (12+7)*5")
+    return numbers, operations
 
 
 def intermediate_values(numbers: Sequence[int], operations: Sequence[str]) -> list[int]:

@@ -49,7 +49,6 @@ class Constraints(Env):
         min_words: int = 8,
         num_train: int = 20_000,
         num_eval: int = 512,
-        noise: float = 0.0,
     ):
         """`kinds`: which instructions to ask for. `min_words`: shorter replies get reward 0 (an empty one would fulfil 'no commas')."""
         super().__init__(seed)
@@ -58,7 +57,7 @@ class Constraints(Env):
             raise ValueError(f"kinds = {list(kinds)}: unknown {unknown}; expected some of {list(INSTRUCTIONS)}")
         if not 1 <= max_instructions <= 3:
             raise ValueError(f"max_instructions = {max_instructions}: expected 1 to 3")
-        self.kinds, self.max_instructions, self.min_words, self.noise = tuple(kinds), max_instructions, min_words, noise
+        self.kinds, self.max_instructions, self.min_words = tuple(kinds), max_instructions, min_words
         self._sizes = {"train": num_train, "eval": num_eval}
 
     def num_tasks(self, split: str) -> int:

@@ -10,20 +10,17 @@ from slipstream.envs.tokens import TokenPrefix, TurnTokens
 from slipstream.types import BoolArray, IntArray
 
 
-def demonstration_samples(
-    env: Env, tokenizer: ChatTokenizer, num: int, seed: int, noise: float | None = None
-) -> list[tuple[IntArray, BoolArray]]:
+def demonstration_samples(env: Env, tokenizer: ChatTokenizer, num: int, seed: int, noise: float = 0.0) -> list[tuple[IntArray, BoolArray]]:
     """`num` demonstrations of distinct training tasks (as far as there are so many) as (tokens_T, loss_mask_T).
 
-    The mask is True for what the assistant says, its end-of-turn token included. `noise` (default: the environment's own) is the
-    probability that a demonstration is wrong. Deterministic in `seed`.
+    The mask is True for what the assistant says, its end-of-turn token included. `noise` is the probability that a
+    demonstration is wrong. Deterministic in `seed`.
     """
     rng = np.random.default_rng(seed)
     turn_tokens = TurnTokens(tokenizer)
     size = env.num_tasks("train")
     order = np.concatenate([rng.permutation(size) for _ in range(-(-num // size))])[:num]
-    wrong = env.noise if noise is None else noise
-    return [tokenize(env.demonstration(env.task("train", int(i)), rng, wrong), env, turn_tokens) for i in order]
+    return [tokenize(env.demonstration(env.task("train", int(i)), rng, noise), env, turn_tokens) for i in order]
 
 
 def tokenize(messages: list[dict], env: Env, turn_tokens: TurnTokens) -> tuple[IntArray, BoolArray]:

@@ -25,14 +25,13 @@ class ReverseText(Env):
         instruction: str = "reverse: ",
         num_train: int = 20_000,
         num_eval: int = 512,
-        noise: float = 0.0,
     ):
         """Words have 2 to `word_len` letters. `partial_credit`: the reward is the similarity (difflib ratio), 1 only when exact."""
         super().__init__(seed)
         if num_words < 1 or word_len < 2:
             raise ValueError(f"num_words = {num_words}, word_len = {word_len}: need at least 1 word of at least 2 letters")
         self.num_words, self.word_len = num_words, word_len
-        self.partial_credit, self.instruction, self.noise = partial_credit, instruction, noise
+        self.partial_credit, self.instruction = partial_credit, instruction
         self._sizes = {"train": num_train, "eval": num_eval}
 
     def num_tasks(self, split: str) -> int:
@@ -40,7 +39,10 @@ class ReverseText(Env):
 
     def task(self, split: str, index: int) -> Task:
         text = draw_task(self.seed, split, index, make=self._text, key=str)
-        return Task(f"{self.name}/{split}/{index}", self.name, index, {"text": text, "answer": text[::-1]})
+        return self._task(f"{self.name}/{split}/{index}", index, text)
+
+    def task_from_prompt(self, text: str) -> Task:
+        return self._task(f"{self.name}/prompt/0", 0, text.removeprefix(self.instruction))
 
     async def prompt(self, task: Task) -> list[dict]:
         return [{"role": "user", "content": self.instruction + task.payload["text"]}]
@@ -59,6 +61,9 @@ class ReverseText(Env):
         if rng.random() < noise:
             answer = _swap_neighbours(answer, rng)
         return [{"role": "user", "content": self.instruction + text}, {"role": "assistant", "content": answer}]
+
+    def _task(self, id_: str, index: int, text: str) -> Task:
+        return Task(id_, self.name, index, {"text": text, "answer": text[::-1]})
 
     def _text(self, rng: np.random.Generator) -> str:
         lengths = rng.integers(2, self.word_len + 1, size=self.num_words)

@@ -110,6 +110,8 @@ def test_a_missing_method_is_named_with_its_signature():
         Mine().task("train", 0)
     with pytest.raises(ConfigError, match="has no demonstrations"):
         Mine().demonstration(None, np.random.default_rng(0))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="plays its own tasks only"):
+        Mine().task_from_prompt("hello")
 
 
 def test_environments_and_the_player_import_without_torch():

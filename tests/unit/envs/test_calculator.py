@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.envs.calculator import Calculator, calculate, intermediate_values, question
+from slipstream.errors import ConfigError
 from slipstream.types import Task
 
 numbers = st.lists(st.integers(1, 99), min_size=3, max_size=6)
@@ -116,6 +117,19 @@ def test_each_kind_of_mistake_uses_the_tool_truthfully(mistake):
         assert messages != env.demonstration(task, rng)
 
 
-def test_the_tool_is_shown_in_the_prompt_only_on_request():
-    assert Calculator().tools == ()
-    assert Calculator(show_tools=True).tools[0]["function"]["name"] == "calculator"
+def test_the_tool_can_be_left_out_of_the_prompt():
+    assert Calculator(show_tools=False).tools == ()
+    assert Calculator().tools[0]["function"]["name"] == "calculator"
+
+
+@pytest.mark.parametrize("text", ["12+7-5", " (12 + 7) * 5 ", "(1+2)*3*4-5", "2+3"])
+def test_a_typed_question_is_a_task_like_the_generated_ones(text):
+    payload = Calculator().task_from_prompt(text).payload
+    assert payload["question"] == text.replace(" ", "")
+    assert intermediate_values(payload["numbers"], payload["operations"])[-1] == eval(text.strip())
+
+
+@pytest.mark.parametrize("text", ["", "12", "12+7*5", "12/7+5", "what is 2+2", "12+", "(12+7)-5", "12-(7+5)"])
+def test_a_question_that_is_no_chain_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match="such as 12"):
+        Calculator().task_from_prompt(text)

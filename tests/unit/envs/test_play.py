@@ -91,9 +91,9 @@ async def test_a_completion_cut_by_length_is_truncated_and_still_graded(tokenize
 
 
 async def test_a_tool_call_cut_by_length_gets_an_error_and_the_end_of_turn_that_it_lacks(tokenizer):
-    rollout, *_ = await play_calculator(tokenizer, sampling={"max_tokens": 3})
+    rollout, _, _, env = await play_calculator(tokenizer, sampling={"max_tokens": 3})
     assert rollout.messages[2] == {"role": "tool", "content": "error"}
-    assert tokenizer.decode(rollout.turns[1].prompt_T) == tokenizer.render(rollout.messages[:3])
+    assert tokenizer.decode(rollout.turns[1].prompt_T) == tokenizer.render(rollout.messages[:3], env.tools)
 
 
 @pytest.mark.parametrize(

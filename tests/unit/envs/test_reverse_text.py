@@ -41,3 +41,8 @@ def test_a_wrong_demonstration_has_the_same_letters():
     for index in range(50):
         task = env.task("train", index)
         assert sorted(env.demonstration(task, rng, 1.0)[-1]["content"]) == sorted(task.payload["answer"])
+
+
+@pytest.mark.parametrize("text", ["abc", "reverse: abc"])
+def test_a_typed_text_is_a_task_with_or_without_the_instruction(text):
+    assert ReverseText().task_from_prompt(text).payload == {"text": "abc", "answer": "cba"}
