@@ -213,7 +213,7 @@ class World:
     def check(self) -> None:
         """After the run: it is complete, nothing is too old, the books balance, nothing was trained twice, every batch has its size."""
         config, batches = self.plan.config, self.trainer.batches
-        assert self.reason == "max_steps" == self.trainer.finished
+        assert self.reason == "max_steps" == self.trainer.finished, f"ended with {self.reason}, told the trainer {self.trainer.finished}"
         assert sorted(batches) == list(range(1, config.max_steps + 1)) == self.trainer.trained
         assert self.trainer.published == config.max_steps == self.engine.live.number
         assert sum(o.missed_wakes for o in self.orchestrators) == 0, "a wake-up is missing"

@@ -53,7 +53,7 @@ async def play_group(
     each rollout. One that failed for reasons of infrastructure is issued again, `infra_retries` times, unless `stopping`.
     """
     loop = asyncio.get_running_loop()
-    quorum = math.ceil(config.group_quorum * len(group.pending))
+    quorum = max(math.ceil(config.group_quorum * len(group.pending)), config.min_group)  # fewer would be dropped as too small
     closes_at, cutting = None, False
     while group.pending:
         timeout = None if closes_at is None or cutting else max(0.0, closes_at - loop.time())

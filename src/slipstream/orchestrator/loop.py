@@ -257,7 +257,10 @@ class Orchestrator:
 
         def issue(rollout_id: str, attempt: int) -> Flight:
             live = version if self.live is None else self.live
-            return self.dispatcher.issue(bound.player, task, rollout_id, group_id, live, bound.config.rollout_timeout_s, attempt)
+            flight = self.dispatcher.issue(bound.player, task, rollout_id, group_id, live, bound.config.rollout_timeout_s, attempt)
+            if attempt:
+                self.parts.ledger.flush()  # the ledger knows a rollout before it starts; a new group is flushed as a whole
+            return flight
 
         group = self.open[group_id] = Open(group_id, task, bound.config.group_size, issue)
         self.parts.ledger.flush()
