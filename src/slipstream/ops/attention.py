@@ -6,26 +6,28 @@ d head features, D documents, S sequences, N blocks, B tokens per block or block
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slipstream.errors import StateError
-from slipstream.ops.native import LANES, check, dense_tokens, native_for
+from slipstream.ops.native import LANES, check, dense_tokens, loaded, native_for
 
 MAX_HEAD_DIM = 512
 """Of the native kernel, which keeps a query on the stack (MAX_HEAD in native.c)."""
 
 
 class DocLayout:
-    """Where the documents of a packed row lie: index tensors computed once a row and shared by all layers.
+    """Where the documents of a packed row lie: computed once a row and shared by all layers.
 
-    Documents of about equal length share one batched call: lengths are rounded up to a bucket, the tails are padding that no
-    real query can see (it lies in their future), so no mask is needed.
+    For the torch reference, documents of about equal length share one batched call: lengths are rounded up to a bucket; the tails
+    are padding that no real query can see (it lies in their future), so no mask is needed.
     """
 
     def __init__(self, doc_starts_D: Sequence[int] | np.ndarray | Tensor, device: torch.device | str = "cpu") -> None:
@@ -35,21 +37,27 @@ class DocLayout:
         if len(starts) < 1 or starts[0] != 0 or (lengths < 0).any():
             raise StateError(f"doc_starts must ascend from 0 to the row length, got {starts.tolist()[:20]}")
         self.num_tokens = int(starts[-1])
-        self.gathers: list[Tensor] = []
-        """Per bucket [docs, P]: token of each padded place."""
+        self.starts_D1 = torch.from_numpy(starts)
+        """On the CPU, int64: what the native kernel reads."""
+        self.device = device
+        self.longest = int(lengths.max(initial=0))
+
+    @functools.cached_property
+    def buckets(self) -> tuple[list[Tensor], Tensor]:
+        """(per bucket [docs, P] the token of each padded place, row of each token in the buckets laid end to end)."""
+        starts = self.starts_D1.numpy()
+        lengths = np.diff(starts)
         padded = np.array([_bucket(int(n)) for n in lengths], dtype=np.int64)
-        place_T, offset = np.zeros(self.num_tokens, dtype=np.int64), 0
+        gathers, place_T, offset = [], np.zeros(self.num_tokens, dtype=np.int64), 0
         for size in np.unique(padded[lengths > 0]):
             docs = np.flatnonzero(padded == size)
-            size = min(int(size), int(lengths[docs].max()))
-            column = np.arange(size)
+            column = np.arange(lengths[docs].max())
             index = starts[docs, None] + np.minimum(column, lengths[docs, None] - 1)
             real = column < lengths[docs, None]
             place_T[index[real]] = offset + np.flatnonzero(real.ravel())
-            self.gathers.append(torch.from_numpy(index).to(device))
+            gathers.append(torch.from_numpy(index).to(self.device))
             offset += index.size
-        self.place_T = torch.from_numpy(place_T).to(device)
-        """Row of each token in the buckets laid end to end."""
+        return gathers, torch.from_numpy(place_T).to(self.device)
 
 
 Documents: TypeAlias = DocLayout | Sequence[int] | np.ndarray | Tensor
@@ -64,14 +72,52 @@ def _bucket(length: int) -> int:
 def doc_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, docs: Documents, scale: float) -> Tensor:
     """Causal attention within each document of a packed row; differentiable. `docs` is a `DocLayout` or doc_starts (D + 1 values).
 
-    Build the `DocLayout` once a row: its index tensors serve every layer. Raises StateError when it does not cover T tokens.
+    Build the `DocLayout` once a row: it serves every layer. Native, also with gradients, for fp32 on the CPU and d a multiple of 8.
+    Raises StateError when the documents do not cover T tokens or the heads do not match.
     """
     layout = docs if isinstance(docs, DocLayout) else DocLayout(docs, q_THd.device)
-    if layout.num_tokens != q_THd.shape[0]:
-        raise StateError(f"doc_starts cover {layout.num_tokens} tokens, but q has {q_THd.shape[0]}")
-    parts = [_bucket_attention(q_THd, k_TGd, v_TGd, gather, scale) for gather in layout.gathers]
-    rows = torch.cat(parts) if parts else torch.zeros_like(q_THd)
-    return rows.index_select(0, layout.place_T)
+    (tokens, heads, dim), kv_heads = q_THd.shape, k_TGd.shape[1]
+    if k_TGd.shape != (tokens, kv_heads, dim) or v_TGd.shape != k_TGd.shape or heads % kv_heads or layout.num_tokens != tokens:
+        shapes = tuple(q_THd.shape), tuple(k_TGd.shape), tuple(v_TGd.shape)
+        raise StateError(
+            f"doc_attention: documents of {layout.num_tokens} tokens, q, k, v of shapes {shapes}; expected [T, H, d], [T, G, d] twice"
+        )
+    kernels = None if dim % LANES else native_for(q_THd, k_TGd, v_TGd, training=True)
+    if kernels is None:
+        return doc_attention_reference(q_THd, k_TGd, v_TGd, layout, scale)
+    return _DocAttention.apply(dense_tokens(q_THd), dense_tokens(k_TGd), dense_tokens(v_TGd), layout, scale)  # pyright: ignore[reportReturnType]
+
+
+class _DocAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, layout: DocLayout, scale: float) -> Tensor:
+        out_THd, lse_TH = q_THd.new_empty(q_THd.shape), q_THd.new_empty(q_THd.shape[:2])
+        inputs = (q_THd, k_TGd, v_TGd, layout.starts_D1, out_THd, lse_TH)
+        ctx.sizes = (
+            *(len(layout.starts_D1) - 1, q_THd.stride(0), k_TGd.stride(0), v_TGd.stride(0)),
+            *(q_THd.shape[1], k_TGd.shape[1], q_THd.shape[2], layout.longest),
+            scale,
+        )
+        check(loaded().doc_attention(*[x.data_ptr() for x in inputs], *ctx.sizes), "doc_attention")
+        ctx.save_for_backward(*inputs)
+        return out_THd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = (*ctx.saved_tensors, grads[0].contiguous())
+        q_THd, k_TGd, v_TGd = inputs[:3]
+        outputs = [x.new_empty(x.shape) for x in (q_THd, k_TGd, v_TGd)]
+        pointers = [x.data_ptr() for x in (*inputs, *outputs)]
+        check(loaded().doc_attention_backward(*pointers, *ctx.sizes), "doc_attention backward")
+        return *outputs, None, None
+
+
+def doc_attention_reference(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, layout: DocLayout, scale: float) -> Tensor:
+    """The same in plain torch: one batched SDPA for the documents of each bucket."""
+    gathers, place_T = layout.buckets
+    parts = [_bucket_attention(q_THd, k_TGd, v_TGd, gather, scale) for gather in gathers]
+    return torch.cat(parts).index_select(0, place_T) if parts else torch.zeros_like(q_THd)
 
 
 def _bucket_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, gather_DP: Tensor, scale: float) -> Tensor:

@@ -6,31 +6,70 @@ I expert features, F = 2 I (gate first, then up), N = T K (token, expert) pairs 
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slipstream.errors import StateError
-from slipstream.ops.native import LANES, check, native_for
+from slipstream.ops.native import LANES, check, loaded, native_for
 
 
 def experts(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, gate_up_EDF: Tensor, down_EID: Tensor) -> Tensor:
     """y = Σ_k gate_k · down[id_k]( silu(gate[id_k](x)) · up[id_k](x) ).
 
     `ids` are integers in 0..E-1, `gates` any weights (need not sum to 1). Differentiable in x, gates and both weights.
-    Native for D and I multiples of 8.
+    Native, also with gradients, for fp32 on the CPU with D and I multiples of 8; then a token's y is bitwise independent of the
+    other tokens.
     """
     _check_shapes(x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID)
-    kernels = native_for(x_TD, gates_TK, gate_up_EDF, down_EID)
-    num_experts, inner, dim = down_EID.shape
-    if kernels is None or dim % LANES or inner % LANES or not (gate_up_EDF.is_contiguous() and down_EID.is_contiguous()):
+    kernels = (
+        None if down_EID.shape[1] % LANES or down_EID.shape[2] % LANES else native_for(x_TD, gates_TK, gate_up_EDF, down_EID, training=True)
+    )
+    if kernels is None:
         return experts_reference(x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID)
-    x_TD, ids_TK, gates_TK = x_TD.contiguous(), ids_TK.long().contiguous(), gates_TK.contiguous()
-    tokens, top_k = ids_TK.shape
+    inputs = [x_TD, ids_TK.long(), gates_TK, gate_up_EDF, down_EID]
+    inputs = [x if x.is_contiguous() else x.contiguous() for x in inputs]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return _Experts.apply(*inputs)  # pyright: ignore[reportReturnType]
+    return _forward(kernels, inputs, None)
+
+
+def _forward(kernels: ctypes.CDLL, inputs: Sequence[Tensor], hidden_NF: Tensor | None) -> Tensor:
+    x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID = inputs
     y_TD = torch.empty_like(x_TD)
     pointers = [x.data_ptr() for x in (x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID, y_TD)]
-    check(kernels.experts(*pointers, tokens, top_k, num_experts, dim, inner), "experts")
+    kept = None if hidden_NF is None else hidden_NF.data_ptr()
+    num_experts, inner, dim = down_EID.shape
+    check(kernels.experts(*pointers, kept, *ids_TK.shape, num_experts, dim, inner), "experts")
     return y_TD
+
+
+class _Experts(torch.autograd.Function):
+    """The native kernels with a gradient. Keeps the pre-activations (N x F floats), recomputes the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        x_TD, ids_TK, _, gate_up_EDF, _ = inputs
+        hidden_NF = x_TD.new_empty(ids_TK.numel(), gate_up_EDF.shape[2])
+        ctx.save_for_backward(*inputs, hidden_NF)
+        return _forward(loaded(), inputs, hidden_NF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID, hidden_NF = ctx.saved_tensors
+        outputs = [torch.empty_like(x) for x in (x_TD, gates_TK, gate_up_EDF, down_EID)]
+        inputs = (x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID, hidden_NF, grads[0].contiguous())
+        num_experts, inner, dim = down_EID.shape
+        pointers = [x.data_ptr() for x in (*inputs, *outputs)]
+        check(loaded().experts_backward(*pointers, *ids_TK.shape, num_experts, dim, inner), "experts backward")
+        dx_TD, d_gates_TK, d_gate_up, d_down = outputs
+        return dx_TD, None, d_gates_TK, d_gate_up, d_down
 
 
 def _check_shapes(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, gate_up_EDF: Tensor, down_EID: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Compiles and loads `native.c`, and decides whether a call may use it.
+"""Compiles and loads the C files in `kernels/`, and decides whether a call may use it.
 
 It knows no op: each op module passes pointers and sizes. The shared library lies in the user's cache, named by a hash of the
 source, the flags and the processor, so that a changed source or another machine gets its own; it is written under a temporary
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.errors import StateError
 
-SOURCE = Path(__file__).with_name("native.c")
+KERNELS = Path(__file__).with_name("kernels")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-std=gnu11")
 LANES = 8
 """Floats per vector: feature counts must be multiples of it."""
@@ -35,7 +35,10 @@ _SIGNATURES = {
     "rope": (None, [_P] * 6 + [_I] * 7),
     "write_kv": (ctypes.c_int, [_P] * 5 + [_I] * 5),
     "paged_attention": (ctypes.c_int, [_P] * 7 + [_I] * 9 + [_F]),
-    "experts": (ctypes.c_int, [_P] * 6 + [_I] * 5),
+    "experts": (ctypes.c_int, [_P] * 7 + [_I] * 5),
+    "experts_backward": (ctypes.c_int, [_P] * 11 + [_I] * 5),
+    "doc_attention": (ctypes.c_int, [_P] * 6 + [_I] * 8 + [_F]),
+    "doc_attention_backward": (ctypes.c_int, [_P] * 10 + [_I] * 8 + [_F]),
 }
 _ERRORS = {-1: "out of memory", -2: "an index lies outside its array (expert id, slot, block, or query range)"}
 
@@ -61,13 +64,24 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def native_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The kernels if they can serve these inputs: fp32 on the CPU, and no gradient wanted. None: take the torch reference."""
-    grad = torch.is_grad_enabled()
+def native_for(*tensors: Tensor, training: bool = False) -> ctypes.CDLL | None:
+    """The kernels if they can serve these inputs: fp32 on the CPU, and no gradient wanted unless the op has a native one (`training`).
+
+    None: take the torch reference.
+    """
+    grad = not training and torch.is_grad_enabled()
     for tensor in tensors:
         if tensor.dtype is not torch.float32 or not tensor.is_cpu or (grad and tensor.requires_grad):
             return None
     return library()
+
+
+def loaded() -> ctypes.CDLL:
+    """The kernels, where an earlier call has already chosen them."""
+    kernels = library()
+    if kernels is None:
+        raise StateError("the native kernels were chosen but are not loaded")
+    return kernels
 
 
 def check(code: int, op: str) -> None:
@@ -91,14 +105,15 @@ def _cache_folder() -> Path:
 
 def _compiled(folder: Path) -> Path:
     compiler = os.environ.get("CC", "cc")
-    identity = "\n".join((SOURCE.read_text(), compiler, *FLAGS, platform.machine(), _cpu_flags()))
+    sources = sorted(KERNELS.glob("*.[ch]"))
+    identity = "\n".join((*(source.read_text() for source in sources), compiler, *FLAGS, platform.machine(), _cpu_flags()))
     path = folder / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         fresh = Path(scratch) / path.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh), "-lm"]
+        command = [compiler, *FLAGS, *(str(source) for source in sources if source.suffix == ".c"), "-o", str(fresh), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True)
         fresh.replace(path)
     return path

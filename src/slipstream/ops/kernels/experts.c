@@ -1,0 +1,131 @@
+/* Expert feed-forward networks: y = sum_k gate_k · down(silu(gate(x)) · up(x)), forward and backward. */
+#include "shared.h"
+
+enum { CHUNK = 96 }; /* rows of one expert in flight: their activations stay in the L2 cache */
+
+/* The (token, expert) pairs sorted by expert: pairs of expert e are order[start[e]] .. order[start[e + 1]]. start has E + 2 places. */
+static void sort_pairs(const int64_t *ids, int64_t pairs, int64_t num_experts, int64_t *start, int64_t *order) {
+    memset(start, 0, (size_t)(num_experts + 2) * sizeof *start);
+    for (int64_t i = 0; i < pairs; i++) start[ids[i] + 2]++;
+    for (int64_t e = 0; e < num_experts; e++) start[e + 2] += start[e + 1];
+    for (int64_t i = 0; i < pairs; i++) order[start[ids[i] + 1]++] = i;
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE v8 sigmoid(v8 x) { return 1.0f / (1.0f + exp8(-x)); }
+
+/* act = silu(gate) · up of one row [gate | up]. */
+INLINE void activate(const float *row, int64_t inner, float *act) {
+    for (int64_t i = 0; i < inner; i += 8) {
+        v8 gate = load(row + i);
+        store(act + i, gate * sigmoid(gate) * load(row + inner + i));
+    }
+}
+
+/* `hidden` [pairs, 2 inner], in sorted order, keeps what the backward pass needs; NULL when there will be none. */
+int experts(const float *x, const int64_t *ids, const float *gates, const float *gate_up, const float *down, float *y, float *hidden,
+            int64_t tokens, int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner) {
+    int64_t pairs = tokens * top_k, wide = 2 * inner;
+    for (int64_t i = 0; i < pairs; i++)
+        if (ids[i] < 0 || ids[i] >= num_experts) return BAD_INDEX;
+    int64_t *start = malloc((size_t)(num_experts + 2 + pairs) * sizeof *start), *order = start + num_experts + 2;
+    float *scratch = malloc((size_t)(CHUNK * 3 * inner) * sizeof *scratch);
+    if (start == NULL || scratch == NULL) {
+        free(start), free(scratch);
+        return NO_MEMORY;
+    }
+    sort_pairs(ids, pairs, num_experts, start, order);
+    memset(y, 0, (size_t)(tokens * dim) * sizeof *y);
+    for (int64_t e = 0; e < num_experts; e++)
+        for (int64_t at = start[e]; at < start[e + 1]; at += CHUNK) {
+            int64_t n = least(start[e + 1] - at, CHUNK);
+            const float *in[CHUNK], *act[CHUNK];
+            float *mid[CHUNK], *to[CHUNK], factor[CHUNK];
+            for (int64_t r = 0; r < n; r++) {
+                int64_t pair = order[at + r], token = pair / top_k;
+                in[r] = x + token * dim, to[r] = y + token * dim, factor[r] = gates[pair];
+                mid[r] = hidden ? hidden + (at + r) * wide : scratch + r * wide;
+                act[r] = scratch + CHUNK * wide + r * inner;
+            }
+            rows_times(n, in, 1, gate_up + e * dim * wide, wide, dim, wide, mid, NULL);
+            for (int64_t r = 0; r < n; r++) activate(mid[r], inner, scratch + CHUNK * wide + r * inner);
+            rows_times(n, act, 1, down + e * inner * dim, dim, inner, dim, to, factor);
+        }
+    free(start), free(scratch);
+    return OK;
+}
+
+static void transpose(const float *b, int64_t rows, int64_t columns, float *out) {
+    for (int64_t j = 0; j < columns; j++)
+        for (int64_t i = 0; i < rows; i++) out[j * rows + i] = b[i * columns + j];
+}
+
+/* out [rows, columns] += aᵀ · b with a [n, rows] and b [n, columns]. */
+static void add_outer(int64_t n, const float *a, int64_t rows, const float *b, int64_t columns, float *out) {
+    for (int64_t at = 0; at < rows; at += CHUNK) {
+        int64_t m = least(rows - at, CHUNK);
+        const float *from[CHUNK];
+        float *to[CHUNK], ones[CHUNK];
+        for (int64_t r = 0; r < m; r++) from[r] = a + at + r, to[r] = out + (at + r) * columns, ones[r] = 1;
+        rows_times(m, from, rows, b, columns, n, columns, to, ones);
+    }
+}
+
+/* One row backwards: from d = dL/d(act) / gate to dL/d[gate | up] and gate · act; returns dL/d(gate weight). */
+static float activate_backward(const float *row, const float *d, float weight, int64_t inner, float *d_row, float *weighted) {
+    v8 total = splat(0);
+    for (int64_t i = 0; i < inner; i += 8) {
+        v8 gate = load(row + i), up = load(row + inner + i), slope = load(d + i);
+        v8 s = sigmoid(gate), silu = gate * s;
+        total += slope * silu * up;
+        store(weighted + i, weight * silu * up);
+        store(d_row + i, weight * slope * up * s * (1.0f + gate * (1.0f - s)));
+        store(d_row + inner + i, weight * slope * silu);
+    }
+    return sum(total);
+}
+
+int experts_backward(const float *x, const int64_t *ids, const float *gates, const float *gate_up, const float *down,
+                     const float *hidden, const float *dy, float *dx, float *d_gates, float *d_gate_up, float *d_down, int64_t tokens,
+                     int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner) {
+    int64_t pairs = tokens * top_k, wide = 2 * inner;
+    int64_t *start = malloc((size_t)(num_experts + 2 + pairs) * sizeof *start), *order = start + num_experts + 2;
+    float *up_t = malloc((size_t)(3 * inner * dim + CHUNK * (2 * dim + 4 * inner)) * sizeof *up_t);
+    if (start == NULL || up_t == NULL) {
+        free(start), free(up_t);
+        return NO_MEMORY;
+    }
+    float *down_t = up_t + wide * dim, *xs = down_t + dim * inner, *dys = xs + CHUNK * dim, *d_act = dys + CHUNK * dim;
+    float *d_hidden = d_act + CHUNK * inner, *weighted = d_hidden + CHUNK * wide;
+    sort_pairs(ids, pairs, num_experts, start, order);
+    memset(dx, 0, (size_t)(tokens * dim) * sizeof *dx);
+    memset(d_gate_up, 0, (size_t)(num_experts * dim * wide) * sizeof *d_gate_up);
+    memset(d_down, 0, (size_t)(num_experts * inner * dim) * sizeof *d_down);
+    for (int64_t e = 0; e < num_experts; e++) {
+        if (start[e] == start[e + 1]) continue;
+        transpose(gate_up + e * dim * wide, dim, wide, up_t);
+        transpose(down + e * inner * dim, inner, dim, down_t);
+        for (int64_t at = start[e]; at < start[e + 1]; at += CHUNK) {
+            int64_t n = least(start[e + 1] - at, CHUNK);
+            const float *in[CHUNK], *back[CHUNK];
+            float *mid[CHUNK], *to[CHUNK], ones[CHUNK];
+            for (int64_t r = 0; r < n; r++) {
+                int64_t token = order[at + r] / top_k;
+                memcpy(xs + r * dim, x + token * dim, (size_t)dim * sizeof *x);
+                memcpy(dys + r * dim, dy + token * dim, (size_t)dim * sizeof *dy);
+                in[r] = dys + r * dim, mid[r] = d_act + r * inner, back[r] = d_hidden + r * wide, to[r] = dx + token * dim, ones[r] = 1;
+            }
+            rows_times(n, in, 1, down_t, inner, dim, inner, mid, NULL);
+            for (int64_t r = 0; r < n; r++) {
+                int64_t pair = order[at + r];
+                d_gates[pair] = activate_backward(hidden + (at + r) * wide, mid[r], gates[pair], inner, d_hidden + r * wide, weighted + r * inner);
+            }
+            rows_times(n, back, 1, up_t, dim, wide, dim, to, ones);
+            add_outer(n, xs, dim, d_hidden, wide, d_gate_up + e * dim * wide);
+            add_outer(n, weighted, inner, dys, dim, d_down + e * inner * dim);
+        }
+    }
+    free(start), free(up_t);
+    return OK;
+}
