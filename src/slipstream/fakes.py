@@ -110,7 +110,7 @@ class FakeEngine:
         deaths = self._deaths
         self.running += 1
         try:
-            for chunk in _chunks(count, 4):
+            for chunk in _chunks(count, 6):
                 await asyncio.sleep(chunk * self._token_s * self._rng.uniform(0.5, 2.0))
                 if self._deaths != deaths or not self.is_up.is_set():
                     raise EngineUnavailable("the engine died")

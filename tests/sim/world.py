@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.config import RunConfig
-from slipstream.fakes import FOREVER_S, FakeEngine, FakeEnv, FakeMetrics, FakePlayer, Faults, FakeStore, FakeTrainer, Trace
+from slipstream.fakes import FOREVER_S, FakeEngine, FakeEnv, FakeMetrics, FakePlayer, FakeStore, FakeTrainer, Faults, Trace
 from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.evals import is_pinned
 from slipstream.orchestrator.ledger import Ledger
@@ -45,7 +45,9 @@ def plan(seed: int, **overrides: Any) -> Plan:
     rng = random.Random(seed)
     group_size = rng.choice((2, 4))
     batch = rng.choice(({"type": "samples", "samples": 8}, {"type": "samples", "samples": 6}, {"type": "tokens", "tokens": 90}))
-    envs = [{"id": f"fake-{i}", "group_size": group_size, "rollout_timeout_s": 20.0, "weight": i + 1.0} for i in range(rng.choice((1, 1, 2)))]
+    envs = [
+        {"id": f"fake-{i}", "group_size": group_size, "rollout_timeout_s": 20.0, "weight": i + 1.0} for i in range(rng.choice((1, 1, 2)))
+    ]
     orchestrator = {
         "batch": batch,
         "max_off_policy_steps": rng.choice((0, 1, 2, 3)),
@@ -57,7 +59,14 @@ def plan(seed: int, **overrides: Any) -> Plan:
         "curriculum": {"type": rng.choice(("uniform", "pass_rate"))},
     }
     evals = {"interval": rng.choice((0, 2)), "tasks": rng.choice((0, 3)), "samples": rng.choice((1, 2)), "skip_first": rng.random() < 0.5}
-    values = {"seed": seed, "max_steps": 5, "model": {"path": "none", "seq_len": 256}, "envs": envs, "orchestrator": orchestrator, "eval": evals}
+    values = {
+        "seed": seed,
+        "max_steps": 5,
+        "model": {"path": "none", "seq_len": 256},
+        "envs": envs,
+        "orchestrator": orchestrator,
+        "eval": evals,
+    }
     faults = draw_faults(rng)
     crashes = tuple(rng.randint(5, 400) for _ in range(rng.choice((0, 0, 1, 1, 2))))
     return replace(Plan(seed, RunConfig.model_validate(values), faults, crashes), **overrides)
@@ -217,6 +226,7 @@ class World:
         assert sorted(batches) == list(range(1, config.max_steps + 1)) == self.trainer.trained
         assert self.trainer.published == config.max_steps == self.engine.live.number
         assert sum(o.missed_wakes for o in self.orchestrators) == 0, "a wake-up is missing"
+        assert not any(o.dispatcher.flights for o in self.orchestrators[-1:]), "a slot was never given back"
         for step, batch in batches.items():
             self._check_batch(step, batch)
         trained = [id for batch in batches.values() for id in dict.fromkeys(batch.rollout_ids)]

@@ -116,13 +116,15 @@ class Evaluator:
 
     async def _play(self, config: EnvConfig, player: Player, task: Task, id: str, version: int) -> Rollout:
         """One rollout with a grade, all by `version`; or the last try without."""
-        for attempt in range(TRIES):
-            if attempt:
-                await asyncio.sleep(RETRY_DELAY_S)
+        attempt = 0
+        while True:
             rollout = await self._fly(config, player, task, f"{id}-{attempt}", version)
             if rollout.outcome.gradable and is_pinned(rollout, version):
                 return rollout
-        return _ungraded(rollout)
+            attempt += 1
+            if attempt == TRIES:
+                return _ungraded(rollout)
+            await asyncio.sleep(RETRY_DELAY_S)
 
     async def _fly(self, config: EnvConfig, player: Player, task: Task, id: str, version: int) -> Rollout:
         blank = Rollout(id, task, f"e{version:06d}", Outcome.cut, version_start=version, started_s=self._wall())

@@ -1,6 +1,6 @@
 """Groups: all rollouts of one task. `play_group` closes one; `judge` says what of it is trained, with which advantage, and what is not.
 
-Also which environment the next group is for (`next_env`). `judge`, `is_fruitless` and `next_env` are pure functions.
+Also which environment the next group is for (`next_env`). All but `play_group` are pure functions.
 Knows nothing of batches, of lag, or of how a rollout is played.
 """
 
@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 
@@ -112,23 +111,17 @@ def judge(group: Group, env: EnvConfig, filters: Sequence[FilterConfig], min_gro
     return Verdict(kept, dropped, caught)
 
 
-class Fruit(Enum):
-    """What a closed group says about whether the run can learn anything at all."""
+def fruitless_after(before: int, group: Group, verdict: Verdict) -> int:
+    """Groups in a row that gave nothing to train, once this one has closed.
 
-    some = "some"
-    none = "none"
-    unknown = "unknown"
-    """Infrastructure or staleness kept it from the batch: no evidence about the tasks."""
-
-
-def fruit(group: Group, verdict: Verdict) -> Fruit:
-    """Equal rewards, and environments that fail or never return, are fruitless; failures of infrastructure say nothing."""
+    Equal rewards, and environments that fail or never return, count. A group that infrastructure or staleness kept from the batch is no
+    evidence about the tasks: it changes nothing.
+    """
     if verdict.trained:
-        return Fruit.some
-    excuses = (Outcome.infra_error, Outcome.stale)
-    if "small_group" in verdict.dropped.values() or not group.gradable:
-        return Fruit.unknown if any(rollout.outcome in excuses for rollout in group.rollouts) else Fruit.none
-    return Fruit.none
+        return 0
+    small = not group.gradable or "small_group" in verdict.dropped.values()
+    excused = any(rollout.outcome in (Outcome.infra_error, Outcome.stale) for rollout in group.rollouts)
+    return before if small and excused else before + 1
 
 
 def pass_rate(group: Group) -> float | None:

@@ -10,37 +10,31 @@ evals, step_metrics). It uses asyncio's time alone, so that a virtual clock can 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from slipstream.config.envs import EnvConfig
 from slipstream.config.run import RunConfig
-from slipstream.errors import EngineError, EnvError, ModelError, TrainerError, WireError
+from slipstream.errors import EngineError, EnvError
 from slipstream.orchestrator.concurrency import Gate, Hold, hold, next_limit
 from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.dispatch import Dispatcher, Flight
 from slipstream.orchestrator.evals import Evaluator, is_due
-from slipstream.orchestrator.groups import Fruit, Open, Verdict, fruit, judge, next_env, pass_rate, play_group
+from slipstream.orchestrator.groups import Open, fruitless_after, judge, next_env, pass_rate, play_group
 from slipstream.orchestrator.ledger import Ledger
 from slipstream.orchestrator.pack import make_batch
-from slipstream.orchestrator.staleness import Ready, as_ready, batch_hash, check_lag, cut, oldest_version, room, size, sweep
+from slipstream.orchestrator.publish import Metrics, Publisher
+from slipstream.orchestrator.queue import ReadyQueue
+from slipstream.orchestrator.staleness import Ready, batch_hash, check_lag, oldest_version, room
 from slipstream.orchestrator.step_metrics import batch_metrics, counted
 from slipstream.orchestrator.store import Outbox, Store
 from slipstream.orchestrator.waits import Deadlines, Wake, persist
 from slipstream.ports import Engine, Env, Player
-from slipstream.types import Group, PolicyVersion, Rollout, Task
-
-
-class Metrics(Protocol):
-    """What the loop needs of observe.metrics.MetricsWriter."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def event(self, name: str, **fields: Any) -> None: ...
+from slipstream.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,39 +67,30 @@ class Orchestrator:
     """One run from its first task, or from where the ledger says it ended, to its last evaluation."""
 
     def __init__(self, config: RunConfig, parts: Parts):
-        self.config = config
-        self.parts = parts
+        deadlines, eval_envs = parts.deadlines, [(bound.config, bound.env, bound.eval_player) for bound in parts.envs]
+        self.config, self.settings, self.parts = config, config.orchestrator, parts
         self.envs = {bound.config.label: bound for bound in parts.envs}
         self.live: int | None = None
         """Version that the engine samples from, once it is known."""
         self.step = 1
         """The next batch to be cut."""
-        self.ready: list[Ready] = []
         self.open: dict[str, Open] = {}
         """Groups being played."""
         self.reason: str | None = None
         """Why the run ends; None while it goes on."""
-        self.limit = config.orchestrator.concurrency.initial
-        self.dispatcher = Dispatcher(parts.ledger, parts.wall, parts.deadlines.cancel_grace_s)
-        eval_envs = [(bound.config, bound.env, bound.eval_player) for bound in parts.envs]
-        self.evaluator = Evaluator(eval_envs, config.eval, lambda: self.limit, parts.wall, parts.deadlines.cancel_grace_s)
-        self.waited: Counter[str] = Counter()
+        self.limit = self.settings.concurrency.initial
+        self.queue = ReadyQueue(self.settings, parts.ledger, config.model.seq_len)
+        self.dispatcher = Dispatcher(parts.ledger, parts.wall, deadlines.cancel_grace_s)
+        self.publisher = Publisher(parts.engine, parts.trainer, parts.metrics, deadlines, config.trainer.batch_timeout_s)
+        self.evaluator = Evaluator(eval_envs, config.eval, lambda: self.limit, parts.wall, deadlines.cancel_grace_s)
+        self.waited: defaultdict[str, float] = defaultdict(float)
         """Seconds that each loop waited since the last step, by what it waited for."""
         self.missed_wakes = 0
         """Waits that ended by their deadline although what they waited for was there: always 0, or a wake-up is missing."""
         self._can_collect, self._can_learn = Wake(), Wake()
-        self._groups = 0
+        self._groups = self._fruitless = 0
         self._credits: dict[str, float] = {}
-        self._fruitless = 0
-        self._rate_opens_at = 0.0
-        self._tokens_each = float(config.model.seq_len)
-        """Running mean of a rollout's tokens; at first as many as it can have, so that token batches are not over-issued."""
-        self._loop_lag_s = 0.0
-        self._caught: Counter[str] = Counter()
-        self._closed: list[Rollout] = []
-        """Ended since the last step: written to the rollout store with the next one."""
-        self._fate: dict[str, str] = {}
-        """Why those that are not trained were dropped."""
+        self._rate_opens_at = self._loop_lag_s = 0.0
 
     # ---- the run ----
 
@@ -157,10 +142,13 @@ class Orchestrator:
         Consumes the trainer's versions. Waits for: a new one, the engine to load and swap it in, an evaluation that is due at it.
         Woken by: the trainer. Ends when the version made by the last batch is live.
         """
-        while not self._is_drained():
-            version = await self._next_version()
+        while self.reason is None or self.live != self.step - 1:
+            after = -1 if self.live is None else self.live
+            version = await self.publisher.next_version(after, owed=self.live is None or self.step - 1 > self.live)
             if version is not None:
-                await self._make_live(version)
+                self.live = (await self.publisher.make_live(version)).number
+                self._can_collect.set()
+                await self.parts.store.retire_weights(self.live - 1)
                 await self._evaluate()
         await self._evaluate(final=True)
 
@@ -176,8 +164,7 @@ class Orchestrator:
                     state = await self.parts.engine.state()
             except (TimeoutError, EngineError):
                 continue  # publish and the players meet the same trouble, and report it
-            in_flight = len(self.dispatcher.flights) + self.evaluator.in_flight
-            self.limit = next_limit(self.limit, in_flight, state, self.config.orchestrator.concurrency)
+            self.limit = next_limit(self.limit, self._in_flight(), state, self.settings.concurrency)
             self._can_collect.set()
 
     def stop(self, reason: str) -> None:
@@ -194,8 +181,8 @@ class Orchestrator:
         ledger, trainer = self.parts.ledger, self.parts.trainer
         ledger.drop_open("restart")
         ledger.audit()
-        staged, unsent = trainer.staged(), [step for step, _ in ledger.unsent()]
-        for step in staged:
+        unsent = [step for step, _ in ledger.unsent()]
+        for step in trainer.staged():
             if step in unsent:
                 await persist(lambda step=step: trainer.release(step), self.parts.deadlines.send_s, f"batch {step}")
             else:
@@ -217,8 +204,9 @@ class Orchestrator:
     async def _end(self, reason: str) -> None:
         await self.dispatcher.stop()
         self.parts.ledger.drop_open("drained" if self.reason else "stopped")
-        if self._closed:
-            await self.parts.store.write_rollouts(self.step, self._closed, {}, self._fate)
+        closed, fate = self.queue.take_closed()
+        if closed:
+            await self.parts.store.write_rollouts(self.step, closed, {}, fate)
         await persist(lambda: self.parts.trainer.finish(reason), self.parts.deadlines.send_s, "the end of the run")
 
     # ---- collect ----
@@ -227,7 +215,7 @@ class Orchestrator:
         chosen, _ = next_env(self._credits, self._weights())
         return Gate(
             room=self._room(),
-            in_flight=len(self.dispatcher.flights) + self.evaluator.in_flight,
+            in_flight=self._in_flight(),
             group_size=self.envs[chosen].config.group_size,
             limit=self.limit,
             now=asyncio.get_running_loop().time(),
@@ -235,40 +223,39 @@ class Orchestrator:
             infra_opens_at=self.dispatcher.infra_opens_at,
         )
 
-    def _weights(self) -> dict[str, float]:
-        return {label: bound.config.weight for label, bound in self.envs.items()}
-
     def _room(self) -> float:
         if self.live is None:
             return 0.0
-        settings = self.config.orchestrator
-        playing = sum(len(group.pending) + group.num_gradable for group in self.open.values())
-        each = 1.0 if settings.batch.type == "samples" else self._tokens_each
-        outstanding = playing * each + sum(size(item, settings.batch) for item in self.ready)
-        return room(self.live, self.step, settings.max_off_policy_steps, settings.batch, outstanding)
+        outstanding = self.queue.outstanding(sum(len(group.pending) + group.num_gradable for group in self.open.values()))
+        return room(self.live, self.step, self.settings.max_off_policy_steps, self.settings.batch, outstanding)
+
+    def _in_flight(self) -> int:
+        return len(self.dispatcher.flights) + self.evaluator.in_flight
+
+    def _weights(self) -> dict[str, float]:
+        return {label: bound.config.weight for label, bound in self.envs.items()}
 
     def _open_group(self) -> None:
         chosen, self._credits = next_env(self._credits, self._weights())
-        bound, version = self.envs[chosen], self.live
-        assert version is not None  # without a live version there is no room
+        bound = self.envs[chosen]
         self._groups += 1
-        task = self._draw(bound)
-        group_id = f"g{self._groups:08d}"
+        id, task, timeout_s = f"g{self._groups:08d}", self._draw(bound), bound.config.rollout_timeout_s
 
         def issue(rollout_id: str, attempt: int) -> Flight:
-            live = version if self.live is None else self.live
-            flight = self.dispatcher.issue(bound.player, task, rollout_id, group_id, live, bound.config.rollout_timeout_s, attempt)
+            assert self.live is not None  # without a live version there is no room
+            flight = self.dispatcher.issue(bound.player, task, rollout_id, id, self.live, timeout_s, attempt)
             if attempt:
                 self.parts.ledger.flush()  # the ledger knows a rollout before it starts; a new group is flushed as a whole
             return flight
 
-        group = self.open[group_id] = Open(group_id, task, bound.config.group_size, issue)
+        group = self.open[id] = Open(id, task, bound.config.group_size, issue)
         self.parts.ledger.flush()
-        self._tasks.create_task(self._play(group, bound), name=group_id)
-        if self.config.orchestrator.concurrency.tasks_per_minute:
-            self._rate_opens_at = asyncio.get_running_loop().time() + 60.0 / self.config.orchestrator.concurrency.tasks_per_minute
+        self._tasks.create_task(self._play(group, bound), name=id)
+        if per_minute := self.settings.concurrency.tasks_per_minute:
+            self._rate_opens_at = asyncio.get_running_loop().time() + 60.0 / per_minute
 
     def _draw(self, bound: BoundEnv) -> Task:
+        """The next task. Its randomness comes from the seed and the number of the group, so there is no generator to save."""
         index = bound.curriculum.next(np.random.default_rng((self.config.seed, self._groups)))
         try:
             return bound.env.task("train", index)
@@ -276,56 +263,27 @@ class Orchestrator:
             raise EnvError(f"environment {bound.config.label!r}: task('train', {index}) raised {type(error).__name__}: {error}") from error
 
     async def _play(self, group: Open, bound: BoundEnv) -> None:
-        """One group, from its rollouts in flight to ready rollouts."""
-        closed = await play_group(group, self.config.orchestrator, self._rollout_ended, lambda: self.reason is not None)
+        """One group, from its rollouts in flight to ready rollouts. Waits for its rollouts; see groups.play_group."""
+
+        def ended(rollout: Any) -> None:
+            self.queue.ended(rollout, draining=self.reason is not None)
+            self._can_collect.set()
+
+        closed = await play_group(group, self.settings, ended, lambda: self.reason is not None)
         del self.open[group.id]
-        verdict = judge(
-            closed, bound.config, self.config.orchestrator.filters, self.config.orchestrator.min_group, self.config.model.seq_len
-        )
-        self._admit(bound.config.label, verdict)
-        rate = pass_rate(closed)
-        if rate is not None:
+        verdict = judge(closed, bound.config, self.settings.filters, self.settings.min_group, self.config.model.seq_len)
+        self.queue.admit(bound.config.label, verdict)
+        if (rate := pass_rate(closed)) is not None:
             bound.curriculum.update(closed.task.index, rate)
-        self._caught.update(verdict.caught)
-        self._count_fruit(closed, verdict)
         self.parts.ledger.flush()
-        self._can_learn.set()
-        self._can_collect.set()
-
-    def _rollout_ended(self, rollout: Rollout) -> None:
-        self._closed.append(rollout)
-        if rollout.outcome.gradable:
-            self.parts.ledger.ready(rollout.id, rollout.outcome, rollout.reward, rollout.num_sampled)
-        else:
-            reason = "drained" if self.reason else rollout.outcome.value
-            self.parts.ledger.drop(rollout.id, reason, rollout.outcome, rollout.num_sampled)
-            self._fate[rollout.id] = reason
-        self._can_collect.set()
-
-    def _admit(self, env: str, verdict: Verdict) -> None:
-        """The verdict on a group, on the books and into the queue."""
-        for id, reason in verdict.dropped.items():
-            self._drop(id, reason)
-        for rollout, advantage in verdict.trained:
-            item = as_ready(env, rollout, advantage)
-            if item is None:
-                self._drop(rollout.id, "empty")
-            else:
-                self.ready.append(item)
-                self._tokens_each += 0.1 * (sum(s.num_tokens for s in item.samples) - self._tokens_each)
-
-    def _count_fruit(self, group: Group, verdict: Verdict) -> None:
-        found = fruit(group, verdict)
-        self._fruitless = {Fruit.some: 0, Fruit.none: self._fruitless + 1, Fruit.unknown: self._fruitless}[found]
-        if self._fruitless >= self.config.orchestrator.max_fruitless_groups:
+        self._fruitless = fruitless_after(self._fruitless, closed, verdict)
+        if self._fruitless >= self.settings.max_fruitless_groups:
             self.stop(
                 f"fruitless: {self._fruitless} groups in a row gave nothing to train (equal rewards, or every rollout failed); "
                 "change the tasks' difficulty, or raise orchestrator.max_fruitless_groups"
             )
-
-    def _drop(self, rollout_id: str, reason: str) -> None:
-        self.parts.ledger.drop(rollout_id, reason)
-        self._fate[rollout_id] = reason
+        self._can_learn.set()
+        self._can_collect.set()
 
     # ---- learn ----
 
@@ -333,39 +291,38 @@ class Orchestrator:
         """The rollouts of batch `self.step`, which then moves on; None when the run stops first."""
         while self.reason is None:
             self._sweep()
-            found = cut(self.ready, self.config.orchestrator.batch)
-            if found is not None:
-                taken, self.ready = found
+            taken = self.queue.cut()
+            if taken is not None:
                 self.step += 1
                 self._sweep()
                 return taken
-            await self._wait(self._can_learn, "ready", None, missed=lambda: cut(self.ready, self.config.orchestrator.batch) is not None)
+            await self._wait(self._can_learn, "ready", None, missed=lambda: self.queue.has_batch)
         return None
 
     def _sweep(self) -> None:
         """Let go of what the next batch may not train any more, ready or in flight."""
-        settings = self.config.orchestrator
-        self.ready, stale = sweep(self.ready, self.step, settings.max_off_policy_steps, settings.stale == "mask")
-        for item in stale:
-            self._drop(item.rollout_id, "stale")
-        if settings.stale == "drop":
-            self.dispatcher.cancel_stale(oldest_version(self.step, settings.max_off_policy_steps))
+        self.queue.sweep(self.step)
+        if self.settings.stale == "drop":
+            self.dispatcher.cancel_stale(oldest_version(self.step, self.settings.max_off_policy_steps))
         self._can_collect.set()
 
     async def _ship(self, step: int, taken: list[Ready]) -> None:
-        """Write the rollouts, stage the batch, enter it in the ledger, release it: a crash between any two is rolled forward or undone."""
-        settings, parts = self.config.orchestrator, self.parts
+        """Write the rollouts, stage the batch, enter it in the ledger, release it: a crash between any two is rolled forward or undone.
+
+        Waits for: the disk.
+        """
+        ledger, trainer, send_s = self.parts.ledger, self.parts.trainer, self.parts.deadlines.send_s
         samples = [sample for item in taken for sample in item.samples]
         batch = make_batch(step, samples, self.config.trainer.row_tokens, self._state(step))
-        lags = check_lag(batch, settings.max_off_policy_steps)
-        closed, fate, self._closed, self._fate = self._closed, self._fate, [], {}
-        await parts.store.write_rollouts(step, closed, {item.rollout_id: item.samples[0].advantage for item in taken}, fate)
-        await persist(lambda: parts.trainer.stage(batch), parts.deadlines.send_s, f"batch {step}")
-        parts.ledger.ship(step, [item.rollout_id for item in taken], batch_hash(batch), batch.orchestrator_state)
-        playing, ended = sum(len(g.pending) for g in self.open.values()), sum(g.num_gradable for g in self.open.values())
-        parts.ledger.check(in_flight=playing, ready=ended + len(self.ready))
-        await persist(lambda: parts.trainer.release(step), parts.deadlines.send_s, f"batch {step}")
-        parts.ledger.sent(step)
+        lags = check_lag(batch, self.settings.max_off_policy_steps)
+        closed, fate = self.queue.take_closed()
+        await self.parts.store.write_rollouts(step, closed, {item.rollout_id: item.samples[0].advantage for item in taken}, fate)
+        await persist(lambda: trainer.stage(batch), send_s, f"batch {step}")
+        ledger.ship(step, [item.rollout_id for item in taken], batch_hash(batch), batch.orchestrator_state)
+        groups = self.open.values()
+        ledger.check(sum(len(group.pending) for group in groups), sum(group.num_gradable for group in groups) + len(self.queue.items))
+        await persist(lambda: trainer.release(step), send_s, f"batch {step}")
+        ledger.sent(step)
         self._report(step, taken, lags)
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -375,13 +332,14 @@ class Orchestrator:
 
     def _report(self, step: int, taken: list[Ready], lags: dict[int, int]) -> None:
         ledger, metrics = self.parts.ledger, self.parts.metrics
+        self.waited["update"], self.publisher.waited_s = self.publisher.waited_s, 0.0
         values = batch_metrics(taken, lags, self.config.eval.success_reward)
         values |= counted("orchestrator/rollouts", ledger.outcomes) | counted("orchestrator/dropped", ledger.dropped)
-        values |= counted("orchestrator/filter", self._caught)
+        values |= counted("orchestrator/filter", self.queue.caught)
         values |= {f"orchestrator/time/wait_{name}_s": self.waited[name] for name in ("ready", "update", *Hold)}
         values |= {
             "orchestrator/in_flight/count": len(self.dispatcher.flights),
-            "orchestrator/ready/samples": sum(len(item.samples) for item in self.ready),
+            "orchestrator/ready/samples": sum(len(item.samples) for item in self.queue.items),
             "orchestrator/concurrency/limit": self.limit,
             "orchestrator/loop/lag_s": self._loop_lag_s,
             "orchestrator/loop/missed_wakes": self.missed_wakes,
@@ -393,69 +351,7 @@ class Orchestrator:
         self.waited.clear()
         self._loop_lag_s = 0.0
 
-    # ---- publish ----
-
-    def _is_drained(self) -> bool:
-        return self.reason is not None and self.live == self.step - 1
-
-    async def _next_version(self) -> PolicyVersion | None:
-        """The newest version above the live one, or None after a while without. Raises TrainerError after too long a while."""
-        loop, after = asyncio.get_running_loop(), -1 if self.live is None else self.live
-        started, limit_s = loop.time(), self.config.trainer.batch_timeout_s
-        version = await self._poll_version(after, self.parts.deadlines.poll_s)
-        self.waited["update"] += loop.time() - started
-        owed = self.live is None or self.step - 1 > self.live
-        self._silent_s = 0.0 if version is not None or not owed else self._silent_s + loop.time() - started
-        if self._silent_s > limit_s:
-            raise TrainerError(
-                f"no policy version after {after} within trainer.batch_timeout_s = {limit_s:g} s: is the trainer alive? See its log"
-            )
-        return version
-
-    _silent_s = 0.0
-
-    async def _poll_version(self, after: int, timeout_s: float) -> PolicyVersion | None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                async for version in self.parts.trainer.updates(after):
-                    if version.number > after:
-                        return version
-        except TimeoutError:
-            pass
-        except (ModelError, WireError) as error:  # replaced while it was read: there is a newer one, or soon the same again
-            self.parts.metrics.event("publish_failed", version=after + 1, error=str(error))
-            await asyncio.sleep(timeout_s)
-        return None
-
-    async def _make_live(self, version: PolicyVersion) -> None:
-        """Prepare and commit, again and again until the engine says that it samples from it; or from a newer one, if that comes first."""
-        loop, delay_s = asyncio.get_running_loop(), 0.1
-        started = loop.time()
-        while not await self._swap_in(version):
-            version = await self._poll_version(version.number, delay_s) or version
-            delay_s = min(2 * delay_s, 5.0)
-        self.live = version.number
-        self.parts.metrics.event("published", version=version.number, seconds=loop.time() - started)
-        self._can_collect.set()
-        await self.parts.store.retire_weights(version.number - 1)
-
-    async def _swap_in(self, version: PolicyVersion) -> bool:
-        engine, deadlines = self.parts.engine, self.parts.deadlines
-        try:
-            async with asyncio.timeout(deadlines.prepare_s):
-                await engine.prepare(version)
-            async with asyncio.timeout(deadlines.commit_s):
-                await engine.commit(version.number)
-            async with asyncio.timeout(deadlines.state_s):
-                state = await engine.state()
-        except (TimeoutError, EngineError) as error:
-            self.parts.metrics.event("publish_failed", version=version.number, error=f"{type(error).__name__}: {error}")
-            return False
-        if (state.live_version, state.fingerprint) == (version.number, version.fingerprint):
-            return True
-        found = f"live is version {state.live_version} with fingerprint {state.fingerprint}, not {version.fingerprint}"
-        self.parts.metrics.event("publish_failed", version=version.number, error=found)
-        return False
+    # ---- evaluation ----
 
     async def _evaluate(self, final: bool = False) -> None:
         """Evaluate the live version if that is due. Newer versions wait meanwhile, for at most `eval_s`."""

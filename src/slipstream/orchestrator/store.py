@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import shutil
@@ -75,7 +76,13 @@ class RunStore:
     async def retire_weights(self, oldest: int) -> None:
         for number in list_versions(self._weights):
             if number < oldest:
-                await asyncio.to_thread(shutil.rmtree, version_folder(self._weights, number))
+                await asyncio.to_thread(_remove, version_folder(self._weights, number))
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder that the trainer may be deleting too."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 class FolderLock:
@@ -97,5 +104,5 @@ class FolderLock:
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, str(os.getpid()).encode(), 0)
 
-    def release(self) -> None:
+    def close(self) -> None:
         os.close(self._file)

@@ -57,11 +57,13 @@ class Wake:
 
 async def persist(write: Callable[[], Awaitable[None]], timeout_s: float, what: str) -> None:
     """Await `write()`, which is idempotent, until it succeeds. Raises TrainerError after `PERSIST_TRIES` failures."""
-    for attempt in range(PERSIST_TRIES):
+    attempt = 0
+    while True:
         try:
             async with asyncio.timeout(timeout_s):
                 return await write()
         except OSError as error:  # a full disk, a lost message, a deadline
-            problem = error
-            await asyncio.sleep(min(0.1 * 2**attempt, 5.0))
-    raise TrainerError(f"{what} cannot be handed to the trainer after {PERSIST_TRIES} tries: {type(problem).__name__}: {problem}")
+            attempt += 1
+            if attempt == PERSIST_TRIES:
+                raise TrainerError(f"{what} cannot be handed to the trainer in {attempt} tries: {type(error).__name__}: {error}") from error
+        await asyncio.sleep(min(0.1 * 2**attempt, 5.0))

@@ -1,0 +1,116 @@
+"""The orchestrator's process: build the real parts of a run folder, run the loop, answer with an exit code.
+
+    0    the run is complete ('max_steps' or 'stop_at_eval')
+    3    it stopped because there is nothing to learn; the reason is the last line of the log
+    143  SIGTERM: what was in flight is dropped and counted; `--resume` goes on at the next step
+
+Everything else is an exception, after the trainer was told. Knows no algorithm: see `loop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from setproctitle import setproctitle
+
+from slipstream.chat.tokenizer import ChatTokenizer
+from slipstream.config import RunConfig, load
+from slipstream.config.envs import EnvConfig, EvalConfig
+from slipstream.config.serve import SamplingConfig
+from slipstream.envs.base import load_env
+from slipstream.envs.play import EnvPlayer, greedy
+from slipstream.observe.metrics import MetricsWriter
+from slipstream.orchestrator.curriculum import Curriculum
+from slipstream.orchestrator.ledger import Ledger
+from slipstream.orchestrator.loop import BoundEnv, Orchestrator, Parts
+from slipstream.orchestrator.store import FolderLock, RunStore
+from slipstream.ports import Engine
+from slipstream.serving.pool import EnginePool
+from slipstream.transport.folder import FolderTrainer
+
+COMPLETE, FRUITLESS, TERMINATED = 0, 3, 143
+
+
+def main(run_folder: Path) -> int:
+    """Orchestrate the run in `run_folder` from where its ledger ends. Returns the exit code.
+
+    Raises ConfigError (another orchestrator holds the folder, a wrong environment), TrainerError, EngineError, EnvError, StateError.
+    """
+    setproctitle("slipstream orchestrator")
+    config = load(RunConfig, [run_folder / "config.toml"])
+    loop = asyncio.new_event_loop()
+    with (
+        closing(FolderLock(run_folder)),
+        closing(Ledger(run_folder / "ledger.sqlite")) as ledger,
+        MetricsWriter(run_folder, "orchestrator") as metrics,
+    ):
+        reason, lives_on = loop.run_until_complete(_run(run_folder, config, ledger, metrics))
+        ledger.audit()
+    print(f"orchestrator: {reason}", file=sys.stderr, flush=True)
+    code = {"max_steps": COMPLETE, "stop_at_eval": COMPLETE, "stopped": TERMINATED}.get(reason, FRUITLESS)
+    if lives_on:
+        os._exit(code)  # players that swallow cancellation would keep the loop, and with it the process, for ever
+    loop.close()
+    return code
+
+
+async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: MetricsWriter) -> tuple[str, bool]:
+    """(reason of the end, whether abandoned players are still running)."""
+    async with EnginePool.of_run(run_folder, config.engine.replicas) as engine:
+        envs = _bind_envs(config, engine, ledger.last_state())
+        parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _WithMemory(metrics), time.time)
+        orchestrator = Orchestrator(config, parts)
+        run = asyncio.create_task(orchestrator.run(), name="run")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, partial(run.cancel, signal.Signals(number).name))
+        try:
+            reason = await run
+        except asyncio.CancelledError:
+            reason = "stopped"
+        return reason, any(flight.lives_on for flight in orchestrator.dispatcher.abandoned)
+
+
+def _bind_envs(config: RunConfig, engine: Engine, state: Mapping[str, Any]) -> tuple[BoundEnv, ...]:
+    """Environments with their players, and their curricula as they were at the last step."""
+    tokenizer = ChatTokenizer.load(config.model.path)
+    bound = []
+    for index, env_config in enumerate(config.envs):
+        env = load_env(env_config, config.seed + index)
+        player = partial(EnvPlayer, env, engine, tokenizer, env_config, config.model.seq_len)
+        curriculum = _curriculum(config, env.num_tasks("train"), state.get("curricula", {}).get(env_config.label))
+        bound.append(BoundEnv(env_config, env, player(), player(sampling=eval_sampling(env_config, config.eval)), curriculum))
+    return tuple(bound)
+
+
+def _curriculum(config: RunConfig, num_tasks: int, state: Mapping[str, Any] | None) -> Curriculum:
+    make: Callable[..., Curriculum] = Curriculum if state is None else partial(Curriculum.from_state, state=state)
+    return make(config.orchestrator.curriculum, num_tasks, config.seed)
+
+
+def eval_sampling(env: EnvConfig, config: EvalConfig) -> SamplingConfig:
+    """The environment's limits at the evaluation's temperature; greedy at 0."""
+    if config.temperature == 0:
+        return greedy(env.sampling)
+    return env.sampling.replace(temperature=config.temperature)
+
+
+class _WithMemory:
+    """Metrics with the process's memory beside each step's."""
+
+    def __init__(self, metrics: MetricsWriter):
+        self._metrics = metrics
+        self._process = psutil.Process()
+        self.event = metrics.event
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._metrics.log(step, {**values, "orchestrator/memory/rss_mib": self._process.memory_info().rss / 2**20})
