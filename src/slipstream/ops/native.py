@@ -35,12 +35,14 @@ _SIGNATURES = {
     "rope": (None, [_P] * 6 + [_I] * 7),
     "write_kv": (ctypes.c_int, [_P] * 5 + [_I] * 5),
     "paged_attention": (ctypes.c_int, [_P] * 7 + [_I] * 9 + [_F]),
+    "logit_statistics": (ctypes.c_int, [_P] * 6 + [_I] * 2),
+    "logit_slopes": (None, [_P] * 5 + [_I] * 2),
     "experts": (ctypes.c_int, [_P] * 7 + [_I] * 5),
     "experts_backward": (ctypes.c_int, [_P] * 11 + [_I] * 5),
     "doc_attention": (ctypes.c_int, [_P] * 6 + [_I] * 8 + [_F]),
     "doc_attention_backward": (ctypes.c_int, [_P] * 10 + [_I] * 8 + [_F]),
 }
-_ERRORS = {-1: "out of memory", -2: "an index lies outside its array (expert id, slot, block, or query range)"}
+_ERRORS = {-1: "out of memory", -2: "an index lies outside its array (expert id, slot, block, query range or target)"}
 
 
 @functools.cache

@@ -21,9 +21,13 @@ def _naive(
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
+@pytest.mark.parametrize("vocab", [3, 8, 19, 64])
 @pytest.mark.parametrize("chunk", [1, 10, 37, 1000])
-def test_logprobs_entropy_and_gradients_equal_log_softmax(chunk):
-    inputs = _inputs()
+@pytest.mark.parametrize("native", [True, False])
+def test_logprobs_entropy_and_gradients_equal_log_softmax(native, chunk, vocab, monkeypatch):
+    if not native:
+        monkeypatch.setattr(module, "native_for", lambda *tensors: None)
+    inputs = _inputs(vocab=vocab)
     (ours, entropy), (naive, naive_entropy) = token_logprobs(*inputs, chunk), _naive(*inputs)
     torch.testing.assert_close(ours, naive)
     torch.testing.assert_close(entropy, naive_entropy)
@@ -45,6 +49,15 @@ def test_probabilities_of_all_targets_sum_to_one_and_a_uniform_head_has_entropy_
     torch.testing.assert_close(entropy, torch.tensor(19.0).log().expand(19))
 
 
+def test_logits_of_any_size_give_finite_logprobs_that_agree_with_log_softmax():
+    hidden, weight, targets, temperature = _inputs()
+    hidden = (hidden.detach() * 300).requires_grad_()
+    ours, _ = token_logprobs(hidden, weight, targets, temperature)
+    torch.testing.assert_close(ours, _naive(hidden, weight, targets, temperature)[0], rtol=1e-5, atol=1e-3)
+    ours.sum().backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+
+
 def test_a_temperature_of_zero_stands_for_the_untempered_distribution():
     hidden, weight, targets, temperature = _inputs()
     greedy = token_logprobs(hidden, weight, targets, torch.zeros_like(temperature))
@@ -56,9 +69,9 @@ def test_no_more_than_a_chunk_of_logits_ever_exists_and_untrained_tokens_are_not
     rows: list[int] = []
     original = module.chunk_logits
 
-    def spy(hidden_CD, weight_VD, inverse_C):
+    def spy(hidden_CD, weight_VD):
         rows.append(len(hidden_CD))
-        return original(hidden_CD, weight_VD, inverse_C)
+        return original(hidden_CD, weight_VD)
 
     monkeypatch.setattr(module, "chunk_logits", spy)
     inputs = _inputs(100)
@@ -95,3 +108,5 @@ def test_bad_input_is_refused():
         token_logprobs(hidden, weight, targets, temperature, 0)
     with pytest.raises(StateError, match="36 targets"):
         token_logprobs(hidden, weight, targets[1:], temperature)
+    with pytest.raises(StateError, match="outside its array"):
+        token_logprobs(hidden, weight, targets + 19, temperature)
