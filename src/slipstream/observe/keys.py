@@ -451,6 +451,11 @@ SPANS = (
 
 EVENTS = (
     Line("expert_load", "trainer, engine", "`load`: share of tokens for each MoE layer and expert; each layer sums to 1."),
+    Line("heartbeat", "trainer", "`step`: the trainer is alive and waits for the batch after it."),
+    Line("step_skipped", "trainer", "`step`, `reason`, `batch`: the batch was not finite and is kept in that file."),
+    Line("checkpoint_failed", "trainer", "`step`, `error`: the disk is full; training goes on with the previous checkpoint."),
+    Line("checkpoint_fallback", "trainer", "`error`: newer checkpoints are damaged, an older one was taken."),
+    Line("resumed", "trainer", "`step`: training goes on from the checkpoint of this step."),
     Line("eval", "orchestrator", "One evaluation: `version`, `env`, `avg_at_k`, `pass_at_k`, `reward_mean`, `samples`."),
     Line("published", "orchestrator", "A policy version went live on every engine: `version`, `seconds`."),
     Line("lag_histogram", "orchestrator", "`counts`: loss tokens of the batch by lag."),
