@@ -207,10 +207,10 @@ def _outside(ratio_T: Tensor, low: float, high: float) -> Tensor:
 
 
 def _sample_mean(values_T: Tensor, mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """The mean of `values_T` over the masked-in tokens of each sample, laid out per token. A sample without any has mean 0."""
+    """Per token, the mean over its sample's trainable tokens of `values_T`, which are 0 elsewhere. A sample without any has mean 0."""
     ids, segment_T = torch.unique(sample_T, return_inverse=True)
     zeros = values_T.new_zeros(len(ids))
-    sums = zeros.index_add(0, segment_T, values_T * mask_T)
+    sums = zeros.index_add(0, segment_T, values_T)
     counts = zeros.index_add(0, segment_T, mask_T.to(values_T.dtype))
     return (sums / counts.clamp(min=1))[segment_T]
 

@@ -55,6 +55,11 @@ def test_equal_rewards_give_exactly_zero(kind, reward):
 
 
 @pytest.mark.parametrize("kind", TYPES)
+def test_rewards_that_the_penalty_leaves_equal_give_exactly_zero(kind):
+    assert advantages([1] * 7, lengths=[37] * 7, type=kind, length_penalty=0.3) == [0.0] * 7
+
+
+@pytest.mark.parametrize("kind", TYPES)
 def test_a_group_of_one_teaches_nothing(kind):
     assert advantages([1], type=kind) == [0]
 

@@ -211,3 +211,8 @@ def test_k3_is_zero_on_equal_logprobs_and_positive_otherwise():
     engine = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
     train = engine + torch.tensor([0.0, math.log(2), -math.log(2)], dtype=torch.float64)
     assert k3(train, engine).tolist() == approx([0, 1 - math.log(2), -0.5 + math.log(2)])
+
+
+def test_k3_stays_finite_on_a_token_that_one_side_finds_impossible():
+    assert k3(torch.tensor([-0.1]), torch.tensor([-500.0])).isfinite().all()
+    assert k3(torch.tensor([float("-inf")]), torch.tensor([-0.1])).tolist() == pytest.approx([LOG_RATIO_BOUND - 1])

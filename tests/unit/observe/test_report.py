@@ -14,7 +14,7 @@ from slipstream.observe import charts, metrics
 from slipstream.observe.history import History
 from slipstream.observe.metrics import FILE, MetricsWriter
 from slipstream.observe.picks import pick_before_after, pick_recent
-from slipstream.observe.report import write_report
+from slipstream.observe.report import _script, write_report
 from slipstream.observe.rollouts import RolloutWriter
 
 from .synthetic import ENV, FakeClock, make_run, rollout
@@ -134,6 +134,12 @@ def test_what_the_policy_wrote_cannot_become_markup(run, monkeypatch):
     assert EVIL not in path.read_text()
     assert "img" not in page.tags
     assert any(EVIL in trace["name"] for trace in page.figures["evals"]["data"])
+
+
+def test_json_in_the_page_holds_no_character_that_could_open_a_tag():
+    value = {"name": EVIL + "&lt;!--"}
+    assert not set("<>&") & set(_script(value))
+    assert json.loads(_script(value)) == value
 
 
 def test_an_empty_folder_has_a_report_that_says_so(tmp_path):
