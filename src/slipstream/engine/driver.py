@@ -40,7 +40,9 @@ class SteppedEngine(Protocol):
     """What the driver needs: the embedded engine, or a scripted one in tests. Synchronous and single-threaded."""
 
     @property
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Whether a step would do something: false while paused, but for aborted requests that wait to be answered."""
+        ...
     @property
     def seq_len(self) -> int: ...
     def add(self, request: GenerateRequest) -> None: ...
@@ -75,7 +77,6 @@ class EngineDriver:
         self._finish: dict[str, asyncio.Future[Completion]] = {}
         self._listeners: dict[str, Callable[[Event], None]] = {}
         self._work = asyncio.Event()
-        self._paused = False
         self._live = engine.state().live_version
         self._preparing = asyncio.Lock()
         self._failure: Exception | None = None
@@ -148,11 +149,9 @@ class EngineDriver:
 
     def pause(self) -> None:
         """Stop stepping; requests are accepted and wait."""
-        self._paused = True
         self.engine.pause()
 
     def resume(self) -> None:
-        self._paused = False
         self.engine.resume()
         self._work.set()
 
@@ -165,7 +164,7 @@ class EngineDriver:
         while True:
             await self._work.wait()
             self._work.clear()
-            while self.engine.has_work and not self._paused:
+            while self.engine.has_work:
                 started = time.time()
                 try:
                     self._dispatch(self.engine.step())

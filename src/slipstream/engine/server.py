@@ -57,12 +57,12 @@ async def _serve_run(engine: EmbeddedEngine, config: RunConfig, run_folder: Path
     driver, token = EngineDriver(engine), secrets.token_urlsafe(32)
     endpoint = run_folder / "endpoints" / f"engine-{replica}.json"
     with MetricsWriter(run_folder, f"engine-{replica}") as writer:
-        async with serving(driver, config.model.path, config.engine.host, port, token) as (url, stopped):
+        async with serving(driver, config.model.path, config.engine.host, port, token) as (url, driving):
             write_endpoint(endpoint, url, token)
             log.info("engine-%d listens on %s", replica, url)
             reporting = asyncio.create_task(report(driver, writer))
             try:
-                return await stopped
+                return await _stopped(driving)
             finally:
                 reporting.cancel()
                 write_once(driver, writer)
@@ -71,21 +71,20 @@ async def _serve_run(engine: EmbeddedEngine, config: RunConfig, run_folder: Path
 
 async def _serve_folder(engine: EmbeddedEngine, config: EngineConfig, folder: Path) -> int:
     token = secrets.token_urlsafe(32)
-    async with serving(EngineDriver(engine), folder, config.host, config.port, token) as (url, stopped):
+    async with serving(EngineDriver(engine), folder, config.host, config.port, token) as (url, driving):
         body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
         print(f"serving {folder} at {url}/v1 (context {engine.seq_len} tokens); stop with Ctrl-C")
         print(f"admin token: {token}")
         print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
-        return await stopped
+        return await _stopped(driving)
 
 
 @asynccontextmanager
 async def serving(
     driver: EngineDriver, model_folder: Path, host: str, port: int, token: str
-) -> AsyncIterator[tuple[str, asyncio.Future[int]]]:
-    """The server while the block runs: (its URL, a future with the exit status once it has to stop).
+) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+    """The server while the block runs: its URL, and the step loop, which ends only when a step has failed.
 
-    Status 0 after a signal; 1 when a step failed: the reason is in the log and everybody who waited got EngineUnavailable.
     Raises ConfigError when the port is taken.
     """
     tokenizer = ChatTokenizer.load(model_folder, need_template=False)
@@ -95,7 +94,7 @@ async def serving(
     driving = asyncio.create_task(driver.drive())
     try:
         url = await _listen(runner, host, port)
-        yield url, _stopped(driving)
+        yield url, driving
     finally:
         driver.fail(EngineUnavailable("it was told to stop"))
         await runner.cleanup()
@@ -113,24 +112,18 @@ def write_endpoint(file: Path, url: str, token: str) -> None:
     fresh.replace(file)
 
 
-def _stopped(driving: asyncio.Task[None]) -> asyncio.Future[int]:
-    """Resolves to the exit status at the first signal, or when the step loop has failed."""
-    loop = asyncio.get_running_loop()
-    stopped: asyncio.Future[int] = loop.create_future()
-
-    def stop(status: int) -> None:
-        if not stopped.done():
-            stopped.set_result(status)
-
-    def driving_ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("the engine failed in a step and ends", exc_info=error)
-            stop(1)
-
+async def _stopped(driving: asyncio.Task[None]) -> int:
+    """Waits for a signal (exit status 0) or a failed step (1: the reason is in the log, and everybody who waited has been told)."""
+    signalled = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, 0)
-    driving.add_done_callback(driving_ended)
-    return stopped
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+    waiting = asyncio.create_task(signalled.wait())
+    await asyncio.wait([waiting, driving], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not driving.done():
+        return 0
+    log.critical("the engine failed in a step and ends", exc_info=driving.exception())
+    return 1
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from slipstream.errors import EngineError, EngineUnavailable, RequestError, WireError
 from slipstream.transport.codec import decode_completion, encode_request
@@ -36,7 +37,7 @@ class HttpEngine:
     def __init__(self, url: str, token: str = "", generate_timeout_s: float = 3600.0):
         """`url` like 'http://127.0.0.1:8000'. `token` is the admin token; generating needs none."""
         self.url = url.rstrip("/")
-        self._generate_url = f"{self.url}/slipstream/generate"
+        self._generate_url = URL(f"{self.url}/slipstream/generate")  # parsed once
         self._admin = {"Authorization": f"Bearer {token}"}
         self._generate_timeout_s = generate_timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -84,7 +85,7 @@ class HttpEngine:
     async def _admin_post(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
         await self._send("POST", f"{self.url}/admin/{name}", msgspec.json.encode(body), self._admin, timeout_s)
 
-    async def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float) -> bytes:
+    async def _send(self, method: str, url: str | URL, body: bytes | None, headers: dict[str, str], timeout_s: float) -> bytes:
         """The body of a 200 answer; every other ending is one of our exceptions."""
         if self._session is None:
             self._session = _open_session()
@@ -110,7 +111,7 @@ def _open_session() -> aiohttp.ClientSession:
     )
 
 
-def _error_of(method: str, url: str, status: int, body: bytes) -> EngineError:
+def _error_of(method: str, url: str | URL, status: int, body: bytes) -> EngineError:
     """The exception that an answer with this status stands for (slipstream.engine.http has the table)."""
     try:
         message = msgspec.json.decode(body)["error"]["message"]
