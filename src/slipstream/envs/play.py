@@ -62,15 +62,18 @@ class EnvPlayer:
     async def _outcome(self, task: Task, policy: EnginePolicy) -> dict[str, Any]:
         """Outcome, and with it reward, messages or error: fields of the Rollout."""
         try:
-            return self._graded(task, await self.env.play(task, policy), policy)
+            result = self._graded(task, await self.env.play(task, policy), policy)
         except TruncatedError:
-            return {"outcome": Outcome.truncated, "reward": 0.0}  # the environment does not grade unfinished conversations
+            result = {"outcome": Outcome.truncated, "reward": 0.0}  # the environment does not grade unfinished conversations
         except EngineError as error:
-            return {"outcome": Outcome.infra_error, "error": one_line(error)}
+            result = {"outcome": Outcome.infra_error, "error": one_line(error)}
         except RewardError as error:
-            return {"outcome": Outcome.reward_error, "error": one_line(error)}
+            result = {"outcome": Outcome.reward_error, "error": one_line(error)}
         except Exception as error:
-            return {"outcome": Outcome.env_error, "error": f"environment {self.env.name!r}, task {task.id}: {one_line(error)}"}
+            result = {"outcome": Outcome.env_error, "error": f"environment {self.env.name!r}, task {task.id}: {one_line(error)}"}
+        if policy.failure is not None:  # whatever the environment made of it: a failed engine never becomes a reward
+            result = {"outcome": Outcome.infra_error, "error": one_line(policy.failure)}
+        return result
 
     def _graded(self, task: Task, played: Played, policy: EnginePolicy) -> dict[str, Any]:
         for name in ("messages", "reward", "reward_parts"):

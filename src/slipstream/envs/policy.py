@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slipstream.config.envs import EnvConfig
-from slipstream.envs.base import TruncatedError
+from slipstream.envs.base import TruncatedError, one_line
 from slipstream.envs.tokens import TokenPrefix, TurnTokens
-from slipstream.errors import EngineUnavailable, EnvError
+from slipstream.errors import EngineError, EngineUnavailable, EnvError
 from slipstream.ports import Engine
 from slipstream.types import Completion, GenerateRequest, Sampling, Turn
 
@@ -43,6 +43,8 @@ class EnginePolicy:
         self.turns: list[Turn] = []
         self.messages: list[dict] = []
         """The conversation as of the last reply."""
+        self.failure: EngineError | None = None
+        """Why the last request failed; None once one succeeds. An environment cannot hide it by catching the exception."""
         self.truncated = False
         """A budget ran out: TruncatedError was raised, or the last completion ended by length."""
 
@@ -57,8 +59,12 @@ class EnginePolicy:
         prompt_T, known = self._prefix.next_prompt(messages, tools)
         sampling = replace(self._sampling, max_tokens=self._budget(len(prompt_T)))
         request = GenerateRequest(f"{self._rollout_id}/{len(self.turns)}", prompt_T, sampling, self._salt, max(known - 1, 0))
-        completion = await self._generate(request)
-        return self._record(messages, Turn(prompt_T, completion, sampling))
+        try:
+            self.failure = None
+            return self._record(messages, Turn(prompt_T, await self._generate(request), sampling))
+        except EngineError as error:
+            self.failure = error
+            raise
 
     def _budget(self, prompt_len: int) -> int:
         """Most tokens that this turn may sample."""
@@ -84,6 +90,10 @@ class EnginePolicy:
         except TimeoutError as error:
             what = f"within {self._config.turn_timeout_s:g} s (turn_timeout_s)" if deadline.expired() else f"in time: {error}"
             raise EngineUnavailable(f"request {request.id}: the engine did not answer {what}") from None
+        except EngineError:
+            raise
+        except Exception as error:  # whatever a client library raises is the infrastructure's failure, not the environment's
+            raise EngineError(f"request {request.id}: {one_line(error)}") from error
 
     def _record(self, messages: Sequence[dict], turn: Turn) -> dict:
         completion = turn.completion

@@ -10,32 +10,14 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import slipstream.models
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.types import Completion, GenerateRequest, Versions
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
-TEMPLATE = """\
-{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- elif message.role in ['system', 'user', 'assistant'] %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
-        {%- for call in message.tool_calls or [] %}
-            {%- if message.content or not loop.first %}{{- '\\n' }}{%- endif %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- else %}
-        {{- raise_exception('role ' + message.role + ' is unknown') }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
+TEMPLATE = (Path(slipstream.models.__path__[0]) / "chatml.jinja").read_text()
+"""What the models that slipstream makes use."""
 
 
 def write_tokenizer(folder: Path, corpus: Iterable[str] = (), template: str = TEMPLATE) -> ChatTokenizer:

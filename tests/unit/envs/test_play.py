@@ -145,6 +145,41 @@ async def test_an_engine_failure_is_an_infrastructure_error_and_keeps_the_turns_
         assert type(error).__name__ in rollout.error
 
 
+async def test_an_environment_cannot_turn_an_engine_failure_into_a_reward_or_an_error_of_its_own(tokenizer):
+    class Hides(Test):
+        async def play(self, task, policy):
+            try:
+                await policy.reply([{"role": "user", "content": "go"}])
+            except Exception as error:
+                if task.index:
+                    raise ValueError("something went wrong") from error
+            return Played([], 0.0)
+
+    for index in (0, 1):
+        engine = ScriptedEngine(tokenizer, EngineUnavailable("gone"))
+        rollout = await play(Hides(), engine, tokenizer, Task("t", "test", index))
+        assert (rollout.outcome, rollout.reward) == (Outcome.infra_error, None)
+        assert "gone" in rollout.error
+
+
+async def test_an_environment_may_ask_again_after_an_engine_failure(tokenizer):
+    class Retries(Test):
+        async def play(self, task, policy):
+            messages = [{"role": "user", "content": "go"}]
+            with pytest.raises(EngineUnavailable):
+                await policy.reply(messages)
+            return Played([*messages, await policy.reply(messages)], 1.0)
+
+    rollout = await play(Retries(), ScriptedEngine(tokenizer, EngineUnavailable("busy"), "ok<|im_end|>"), tokenizer)
+    assert (rollout.outcome, rollout.reward) == (Outcome.completed, 1.0)
+
+
+async def test_an_exception_of_the_engines_client_is_an_infrastructure_error(tokenizer):
+    rollout = await play(Test(), ScriptedEngine(tokenizer, OSError("connection reset")), tokenizer)
+    assert rollout.outcome is Outcome.infra_error
+    assert "OSError: connection reset" in rollout.error
+
+
 async def test_an_aborted_completion_is_an_infrastructure_error_and_its_tokens_are_kept(tokenizer):
     engine = ScriptedEngine(tokenizer, lambda request: completion(request, [5, 6], finish_reason="abort"))
     rollout = await play(Test(), engine, tokenizer)

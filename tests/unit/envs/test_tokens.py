@@ -14,7 +14,7 @@ LLAMA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '[assistant]\\n\\n' }}{%- endif %}
 """
-SPACED_END = TEMPLATE.replace("{{- '<|im_end|>\\n' }}\n    {%- else %}", "{{- ' <|im_end|>\\n' }}\n    {%- else %}")
+SPACED_END = TEMPLATE.replace("{{- '<|im_end|>\\n' }}\n    {%- elif", "{{- ' <|im_end|>\\n' }}\n    {%- elif")
 FORGETFUL = """\
 {%- for message in messages %}
     {%- set text = message.content.split('</think>')[-1] if not loop.last and message.role == 'assistant' else message.content %}
@@ -69,20 +69,19 @@ def test_a_conversation_that_goes_on_without_a_new_message_is_a_prefix_too(token
     assert tokenizer.decode(next_T) == tokenizer.render([user, reply])
 
 
-@pytest.mark.parametrize("edit", ["first", "reply", "dropped", "in place"])
+@pytest.mark.parametrize("edit", ["first", "reply", "dropped", "reply in place", "first in place"])
 def test_an_edited_conversation_is_rendered_afresh(tokenizer, edit):
     user, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     prefix = TokenPrefix(TurnTokens(tokenizer))
     prompt_T, _ = prefix.next_prompt([user])
     prefix.add([user], prompt_T, tokenizer.encode("b<|im_end|>"), reply)
-    if edit == "in place":
-        reply["content"] = "other"
+    if edit.endswith("in place"):
+        (reply if edit.startswith("reply") else user)["content"] = "other"
     messages = {
         "first": [{"role": "user", "content": "x"}, reply],
         "reply": [user, {"role": "assistant", "content": "x"}],
         "dropped": [user],
-        "in place": [user, reply],
-    }[edit]
+    }.get(edit, [user, reply])
     next_T, known = prefix.next_prompt(messages)
     assert known == 0
     assert tokenizer.decode(next_T) == tokenizer.render(messages)
