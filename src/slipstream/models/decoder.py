@@ -54,8 +54,7 @@ class Decoder(nn.Module):
         No buffers, so that they are in no checkpoint and `to_empty` cannot leave them without values.
         """
         if self._rope is None or self._rope[0].dtype != like.dtype or self._rope[0].device != like.device:
-            with torch.inference_mode(False):  # a table made while serving must also do for training
-                self._rope = rope_tables(self.spec, like.dtype, like.device)
+            self._rope = rope_tables(self.spec, like.dtype, like.device)
         return self._rope
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -106,3 +108,12 @@ def test_a_model_first_used_for_serving_can_still_be_trained(model: Decoder, ids
         model(ids_T, positions(), FullContext(STARTS))
     model(ids_T, positions(), FullContext(STARTS)).square().sum().backward()
     assert model.embed.grad is not None
+
+
+def test_a_model_converted_after_its_first_pass_is_the_model_that_was_loaded_so(model: Decoder, ids_T: Tensor) -> None:
+    narrow = model.bfloat16()
+    fresh = copy.deepcopy(narrow).float()
+    narrow(ids_T, positions(), FullContext(STARTS))
+    converted = narrow.float()(ids_T, positions(), FullContext(STARTS))
+    assert torch.equal(converted, fresh(ids_T, positions(), FullContext(STARTS)))
+    assert converted.dtype == torch.float32
