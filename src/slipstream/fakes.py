@@ -141,6 +141,7 @@ class FakeEngine:
 
     async def state(self) -> EngineState:
         await self._call("state")
+        await self._reply()
         number, fingerprint = (self.live.number, self.live.fingerprint) if self.live else (-1, "")
         return EngineState(number, fingerprint, running=self.running, kv_used_frac=min(1.0, self.running / 64))
 
@@ -156,7 +157,6 @@ class FakeEngine:
 
     async def _call(self, what: str) -> None:
         """The way to the engine."""
-        await asyncio.sleep(self._rng.uniform(0.0, 0.01))
         if not self.is_up.is_set():
             raise EngineUnavailable(f"{what}: nobody answers")
         if self._rng.random() < self._faults.engine_fails:

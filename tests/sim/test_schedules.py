@@ -8,7 +8,8 @@ skipped, a batch that ships a rollout twice, a wake-up that is dropped, a cancel
 after a crash, retries that the ledger hears of too late. To look at a schedule: `simulate(plan(SEED), path).trace.lines`.
 """
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,17 @@ from slipstream.types import Outcome
 from tests.sim.world import World, plan, simulate
 
 SCHEDULES, CHUNK = 1000, 40
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Ledgers of simulations need no disk, only a file system."""
-    return tmp_path
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Ledgers of simulations need a file system, but no disk."""
+    if not SHARED_MEMORY.is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as name:
+        yield Path(name)
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))

@@ -23,7 +23,7 @@ from slipstream.types import Rollout, Task
 from tests.sim import clock
 
 DEADLINES = Deadlines(
-    prepare_s=5.0, commit_s=5.0, state_s=2.0, send_s=2.0, poll_s=1.0, idle_s=30.0, watch_s=5.0, eval_s=60.0, cancel_grace_s=2.0
+    prepare_s=5.0, commit_s=5.0, state_s=2.0, send_s=2.0, poll_s=3.0, idle_s=30.0, watch_s=5.0, eval_s=60.0, cancel_grace_s=2.0
 )
 
 
@@ -61,7 +61,7 @@ def plan(seed: int, **overrides: Any) -> Plan:
     evals = {"interval": rng.choice((0, 2)), "tasks": rng.choice((0, 3)), "samples": rng.choice((1, 2)), "skip_first": rng.random() < 0.5}
     values = {
         "seed": seed,
-        "max_steps": 5,
+        "max_steps": 4,
         "model": {"path": "none", "seq_len": 256},
         "envs": envs,
         "orchestrator": orchestrator,
@@ -104,8 +104,11 @@ class Wire:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._target, name)
-        if not inspect.iscoroutinefunction(method):
-            return method
+        wired = self._wired(method) if inspect.iscoroutinefunction(method) else method
+        setattr(self, name, wired)
+        return wired
+
+    def _wired(self, method: Any) -> Any:
 
         async def call(*args: Any) -> Any:
             await self._world.moment()
@@ -114,9 +117,6 @@ class Wire:
             return result
 
         return call
-
-    async def __call__(self, *args: Any) -> Any:
-        return await self.__getattr__("__call__")(*args)
 
 
 @dataclass

@@ -30,6 +30,7 @@ class Open:
         self.task = task
         self.rollouts: list[Rollout] = []
         """Ended, in order of their end. Those that were issued again are not among them."""
+        self.num_gradable = 0
         self._issue = issue
         self._issued = 0
         self.pending: list[Flight] = [self.issue() for _ in range(size)]
@@ -38,9 +39,9 @@ class Open:
         self._issued += 1
         return self._issue(f"{self.id}-{self._issued - 1}", attempt)
 
-    @property
-    def num_gradable(self) -> int:
-        return sum(rollout.outcome.gradable for rollout in self.rollouts)
+    def add(self, rollout: Rollout) -> None:
+        self.rollouts.append(rollout)
+        self.num_gradable += rollout.outcome.gradable
 
 
 async def play_group(
@@ -65,7 +66,7 @@ async def play_group(
             if rollout.outcome is Outcome.infra_error and flight.attempt < config.infra_retries and not stopping():
                 group.pending.append(group.issue(flight.attempt + 1))
             else:
-                group.rollouts.append(rollout)
+                group.add(rollout)
         if closes_at is None and group.num_gradable >= quorum:
             closes_at = loop.time() + config.group_grace_s
         cutting = closes_at is not None and loop.time() >= closes_at
