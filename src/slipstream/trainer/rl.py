@@ -62,7 +62,7 @@ class RlTrainer:
         self.learner = Learner(load_model(config.model.path), config.trainer, config.trainer.optim, config.max_steps)
         self.now = progress.Progress()
         self._inbox = FolderInbox(run_folder)
-        self._checkpointed = 0
+        self._checkpointed = -1
         self._stopping = False
         self._waited_s = self._beat_s = 0.0
 
@@ -87,7 +87,7 @@ class RlTrainer:
             self._publish()
             if self.config.checkpoint.interval and self.step % self.config.checkpoint.interval == 0:
                 self._checkpoint()
-        if self._checkpointed != self.step or not self.step:
+        if self._checkpointed != self.step:
             self._checkpoint(final=True)
         if not self._stopping:
             save_folder(self.learner.weights.compute, self.run_folder / "final", like=self.config.model.path)

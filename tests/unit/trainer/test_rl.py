@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,3 +215,18 @@ def test_a_bfloat16_run_publishes_the_weights_that_it_computes_with_and_resumes_
     train(resumed, 3)
     assert fingerprints(whole) == fingerprints(resumed)
     assert json.loads((whole / "final" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_sigterm_ends_the_process_with_a_checkpoint_and_exit_code_0(tmp_path, model):
+    folder = write_run(run_config(tmp_path / "run", model, checkpoint={"interval": 100}))
+    send(folder, 1)
+    code = f"from pathlib import Path; from slipstream.trainer.rl import main; raise SystemExit(main(Path({str(folder)!r})))"
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        while 1 not in list_versions(folder / "weights") and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+    assert checkpoint.list_steps(folder / "checkpoints") == [1]
