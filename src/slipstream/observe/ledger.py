@@ -13,11 +13,16 @@ STATUSES = ("trained", "dropped", "in_flight", "ready")
 
 
 def read_ledger(run_folder: Path) -> dict[str, Any] | None:
-    """Counts of the ledger: `by_status`, `by_outcome`, `by_reason`, `issued`, `balanced`. None when there is no ledger yet."""
+    """Counts of the ledger: `by_status`, `by_outcome`, `by_reason`, `issued`, `balanced`. None when there is no ledger yet.
+
+    Balanced: every issued rollout is in exactly one status, and those that are trained are exactly those of the table `trained`, at
+    the same step (its primary key keeps a rollout from being trained twice).
+    """
     path = Path(run_folder) / LEDGER
     if not path.exists():
         return None
-    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10)) as ledger:
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10, isolation_level=None)) as ledger:
+        ledger.execute("begin")  # one snapshot for all counts: the orchestrator may be writing
         if not ledger.execute("select 1 from sqlite_master where name = 'rollouts'").fetchone():
             return None
 
@@ -26,11 +31,14 @@ def read_ledger(run_folder: Path) -> dict[str, Any] | None:
 
         by_status = counts("select status, count(*) from rollouts group by status")
         issued, distinct = ledger.execute("select count(*), count(distinct id) from rollouts").fetchone()
-        stepless = ledger.execute("select count(*) from rollouts where status = 'trained' and step is null").fetchone()[0]
+        unproved = ledger.execute(
+            "select count(*) from rollouts left join trained on id = rollout_id "
+            "where (status = 'trained') <> (rollout_id is not null) or rollouts.step is not trained.step"
+        ).fetchone()[0]
         return {
             "issued": issued,
             "by_status": by_status,
             "by_outcome": counts("select outcome, count(*) from rollouts where outcome is not null and outcome <> '' group by outcome"),
             "by_reason": counts("select reason, count(*) from rollouts where status = 'dropped' group by reason"),
-            "balanced": issued == sum(by_status.get(status, 0) for status in STATUSES) and issued == distinct and stepless == 0,
+            "balanced": issued == sum(by_status.get(status, 0) for status in STATUSES) and issued == distinct and unproved == 0,
         }

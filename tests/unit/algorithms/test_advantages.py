@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.algorithms.advantages import ESTIMATORS, compute
@@ -88,6 +88,7 @@ def test_length_penalty_breaks_ties_among_solved_rollouts_in_favour_of_short_one
     assert short == pytest.approx(0.2) and long == pytest.approx(-0.2)
 
 
+@settings(deadline=None)
 @given(rewards=st.lists(st.floats(0, 1, width=32), min_size=2, max_size=16), kind=st.sampled_from(TYPES))
 def test_advantages_sum_to_zero_and_keep_the_order_of_the_rewards(rewards, kind):
     values = np.array(advantages(rewards, type=kind), dtype=np.float64)
@@ -96,6 +97,7 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_the_rewards(rewards, kind)
     assert (np.diff(values[order]) >= 0).all()
 
 
+@settings(deadline=None)
 @given(rewards=st.lists(st.integers(0, 100), min_size=2, max_size=16), shift=st.integers(-5, 5))
 def test_a_constant_added_to_all_rewards_changes_nothing_where_the_baseline_is_a_mean(rewards, shift):
     for kind in ("group_mean", "rloo", "group_std"):

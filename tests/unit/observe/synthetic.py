@@ -149,8 +149,11 @@ def write_ledger(folder: Path, steps: int) -> None:
     ]
     rows += [("y", "ready", "completed", "", None)]
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
+        ledger.execute("pragma journal_mode = wal")
         ledger.execute("create table rollouts (id text primary key, status text, outcome text, reason text, step integer)")
+        ledger.execute("create table trained (rollout_id text primary key, step integer)")
         ledger.executemany("insert into rollouts values (?, ?, ?, ?, ?)", rows)
+        ledger.execute("insert into trained select id, step from rollouts where status = 'trained'")
         ledger.commit()
 
 

@@ -1,12 +1,10 @@
 """Summary numbers of the synthetic run against numbers worked out by hand (see synthetic.py for its timetable)."""
 
 import json
-import sqlite3
-from contextlib import closing
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -81,20 +79,6 @@ def test_without_a_ledger_the_counts_come_from_the_metrics(tmp_path, monkeypatch
     assert got["rollouts_by_outcome"] == {"completed": 45, "cut": 5}
     assert got["dropped_by_reason"] == {"cut": 5}
     assert got["ledger_balanced"] is None
-
-
-def test_a_rollout_outside_the_four_statuses_unbalances_the_ledger(run):
-    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
-        ledger.execute("update rollouts set status = 'lost' where id = 'y'")
-        ledger.commit()
-    assert summarise(run)["ledger_balanced"] is False
-
-
-def test_a_trained_rollout_without_a_step_unbalances_the_ledger(run):
-    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
-        ledger.execute("update rollouts set step = null where id = 'r1-0'")
-        ledger.commit()
-    assert summarise(run)["ledger_balanced"] is False
 
 
 def test_steps_trained_again_after_a_resume_count_once(run):
@@ -177,6 +161,7 @@ def cells(rows, low=0, high=30):
     return covered
 
 
+@settings(deadline=None)
 @given(first=intervals, second=intervals)
 def test_interval_arithmetic_agrees_with_counting_cells(first, second):
     a, b = merge_intervals(first, 3, 25), merge_intervals(second, 0, 30)
