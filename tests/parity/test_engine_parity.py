@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from slipstream.engine import runner
 from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, run, write_model
 
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 40]
@@ -122,3 +123,39 @@ def test_bfloat16_routes_and_samples_close_to_float32(moe_folder):
     wide = run(make_engine(moe_folder), [ask("a", prompt(1, 20), max_tokens=1)])["a"]
     narrow = run(make_engine(moe_folder, dtype="bfloat16"), [ask("a", prompt(1, 20), max_tokens=1)])["a"]
     np.testing.assert_allclose(wide.logprobs_N, narrow.logprobs_N, atol=0.1)
+
+
+@pytest.fixture(params=["moe", "dense", "unnormalised", "biased"])
+def family_folder(request, tmp_path):
+    options = {
+        "moe": {},
+        "dense": {"moe": False},
+        "unnormalised": {"norm_topk_prob": False, "num_experts_per_tok": 3},
+        "biased": {"moe": False, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True},
+    }[request.param]
+    return write_model(tmp_path / "model", **{"moe": True, **options})
+
+
+def test_the_fused_step_equals_the_models_own_forward_pass(family_folder, monkeypatch):
+    requests = mixed_requests(24, temperature=1.0, seed=3)
+    fused_engine = make_engine(family_folder)
+    fused = run(fused_engine, requests)
+    assert fused_engine._runner._fused is not None
+    monkeypatch.setattr(runner, "bind", lambda *args: None)
+    plain_engine = make_engine(family_folder)
+    plain = run(plain_engine, requests)
+    assert plain_engine._runner._fused is None
+    for request in requests:
+        a, b = fused[request.id], plain[request.id]
+        assert a.tokens_N.tolist() == b.tokens_N.tolist()
+        np.testing.assert_allclose(a.logprobs_N, b.logprobs_N, atol=1e-5)
+        if a.routing is not None:
+            np.testing.assert_array_equal(np.sort(a.routing.ids_TLK), np.sort(b.routing.ids_TLK))
+    np.testing.assert_array_equal(fused_engine.expert_load, plain_engine.expert_load)
+
+
+def test_the_models_own_forward_pass_is_the_same_alone_and_in_a_batch(moe_folder, monkeypatch):
+    monkeypatch.setattr(runner, "bind", lambda *args: None)
+    together = run(make_engine(moe_folder, kv_memory_mib=4), mixed_requests(40))
+    for request in mixed_requests(40)[::4]:
+        same(run(make_engine(moe_folder), [request])[request.id], together[request.id])

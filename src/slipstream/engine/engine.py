@@ -38,7 +38,8 @@ class StepResult:
     """What a step did: requests that ended, and the tokens that it sampled (one for each of some requests)."""
 
     finished: list[Completion] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
+    ids_S: np.ndarray = field(default_factory=lambda: np.zeros(0, object))
+    """Request ids."""
     tokens_S: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     logprobs_S: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
@@ -46,7 +47,7 @@ class StepResult:
     def tokens(self) -> list[tuple[str, list[int], list[float]]]:
         """(request id, new token ids, their logprobs), for streaming. Built when asked for: few steps need it."""
         tokens, logprobs = self.tokens_S.tolist(), self.logprobs_S.tolist()
-        return [(name, [token], [logprob]) for name, token, logprob in zip(self.ids, tokens, logprobs, strict=True)]
+        return [(name, [token], [logprob]) for name, token, logprob in zip(self.ids_S, tokens, logprobs, strict=True)]
 
 
 class EmbeddedEngine:
@@ -71,7 +72,7 @@ class EmbeddedEngine:
         self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, self._capture)
         self._table = SlotTable(config.max_running, seq_len, config.block_tokens)
         self._scheduler = Scheduler(self._table, self._cache, config.max_step_tokens, config.prefix_cache)
-        self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts, dtype)
+        self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts)
         self._random = np.random.default_rng(seed)
         self._by_id: dict[str, Sequence] = {}
         self._ended: list[Completion] = []
@@ -148,20 +149,19 @@ class EmbeddedEngine:
         tokens_S, logprobs_S = sample(logits_SV, table.sample_params(slots_S))
         stopped_S, full_S = table.append_sampled(slots_S, tokens_S, logprobs_S)
         self.tokens_generated += len(slots_S)
-        at = self._scheduler.at
-        sequences = [at(slot) for slot in slots_S.tolist()]
-        result.ids, result.tokens_S, result.logprobs_S = [sequence.id for sequence in sequences], tokens_S, logprobs_S
+        result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[slots_S], tokens_S, logprobs_S
         if plan.num_tokens != plan.num_decode:
-            self._note_first_tokens(sequences)
+            self._note_first_tokens(slots_S)
         for i in np.flatnonzero(table.has_stop_text_R[slots_S] & ~stopped_S):
-            stopped_S[i] = self._hits_stop_text(sequences[i])
+            stopped_S[i] = self._hits_stop_text(self._scheduler.at(int(slots_S[i])))
         ended = np.flatnonzero(stopped_S | full_S)
         if len(ended):
-            self._end([(sequences[i], "stop" if stopped_S[i] else "length") for i in ended], result.finished)
+            self._end([(self._scheduler.at(int(slots_S[i])), "stop" if stopped_S[i] else "length") for i in ended], result.finished)
 
-    def _note_first_tokens(self, sequences: list[Sequence]) -> None:
+    def _note_first_tokens(self, slots_S: np.ndarray) -> None:
         now = time.perf_counter()
-        for sequence in sequences:
+        for slot in slots_S.tolist():
+            sequence = self._scheduler.at(slot)
             if not sequence.first_token_s:
                 sequence.first_token_s = now
 

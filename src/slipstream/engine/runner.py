@@ -1,10 +1,11 @@
-"""Runs the model on one planned step: gathers the flat batch from the slot table, and serves the model's two seams.
+"""Runs the model on one planned step: gathers the flat batch from the slot table, and keeps KV and routing rows of what was processed.
 
-`attend` writes the new keys and values into the paged cache and attends over it; `route` takes the model's own choice of experts and
-keeps it, so that after the pass every processed token has its routing row beside its KV. Knows nothing of requests or sampling.
+Small fp32 models run in one native call (`engine.fused`). Everything else takes the model's own forward pass with `PagedContext` at its
+two seams: `attend` writes the new keys and values into the paged cache and attends over it; `route` takes the model's own choice of
+experts and keeps it. Knows nothing of requests or sampling.
 
-Small fp32 batches are padded to four rows with copies of row 0 (same token, position and KV slot, so the same values are written
-twice): below four rows, matrix products take another path and a token's result would depend on who else is in the batch.
+On the second path, small fp32 batches are padded to four rows with copies of row 0 (same token, position and KV slot, so the same values
+are written twice): below four rows, torch's matrix products take another path and a token's result depends on who else is in the batch.
 
 Shape suffixes: T tokens of the step, S sequences, H query heads, G KV heads, d head dim, L MoE layers, K experts, E expert count.
 """
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slipstream.engine.fused import bind
 from slipstream.engine.kv import KvCache
 from slipstream.engine.scheduler import Plan
 from slipstream.engine.sequence import SlotTable
 from slipstream.models.context import native_route
 from slipstream.models.decoder import Decoder
 from slipstream.ops import paged_attention, write_kv
+from slipstream.ops.fused import FusedDecoder
 
 MIN_ROWS = 4
 """Row-invariant fp32 products need at least this many rows (measured with MKL; bf16 has no such limit)."""
@@ -66,29 +69,41 @@ class PagedContext:
 class Runner:
     """Binds the slot table and the KV cache to a model of this shape."""
 
-    def __init__(self, table: SlotTable, cache: KvCache, head_dim: int, num_experts: int, dtype: torch.dtype) -> None:
+    def __init__(self, table: SlotTable, cache: KvCache, head_dim: int, num_experts: int) -> None:
         self._table = table
         self._cache = cache
         self._scale = head_dim**-0.5
-        self._min_rows = MIN_ROWS if dtype == torch.float32 else 1
+        self._bound: Decoder | None = None
+        self._fused: FusedDecoder | None = None
+        self._min_rows = 1
         self._offsets_L11 = (np.arange(cache.num_moe_layers) * num_experts)[:, None, None]
         self.expert_load_LE = np.zeros((cache.num_moe_layers, num_experts if cache.num_moe_layers else 0), np.int64)
         """Tokens that each expert has processed."""
 
     def run(self, model: Decoder, plan: Plan) -> torch.Tensor:
         """Process the planned tokens. Returns fp32 logits of the sequences that sample, in plan order (none: 0 rows)."""
+        if model is not self._bound:
+            self._bound, self._fused = model, bind(model, self._cache, self.expert_load_LE)
+            self._min_rows = MIN_ROWS if self._fused is None and model.embed.dtype == torch.float32 else 1
         batch = self._flat(plan)
-        context = PagedContext(self._cache, batch, self._scale)
-        hidden_TD = model(torch.from_numpy(batch.tokens_T), torch.from_numpy(batch.positions_T), context)
-        if context.ids_LTK and self._cache.num_moe_layers:
-            self._capture(context.ids_LTK, batch.slots_T[: plan.num_tokens])
+        hidden_TD = self._forward_fused(self._fused, batch) if self._fused is not None else self._forward(model, batch, plan.num_tokens)
         if plan.num_tokens == plan.num_decode:
             return model.logits(hidden_TD)[: plan.num_tokens].float()
         rows = batch.query_starts_S1[1 : len(plan.slots_S) + 1][plan.samples_S] - 1
         if not len(rows):
-            return hidden_TD.new_zeros((0, 1), dtype=torch.float32)
+            return torch.zeros(0, model.spec.vocab_size)
         padded = np.concatenate([rows, np.repeat(rows[:1], max(0, self._min_rows - len(rows)))])
         return model.logits(hidden_TD[torch.from_numpy(padded)])[: len(rows)].float()
+
+    def _forward_fused(self, fused: FusedDecoder, b: FlatBatch) -> torch.Tensor:
+        return fused.forward(b.tokens_T, b.positions_T, b.slots_T, b.block_table_SB, b.query_starts_S1, b.context_S)
+
+    def _forward(self, model: Decoder, batch: FlatBatch, num_tokens: int) -> torch.Tensor:
+        context = PagedContext(self._cache, batch, self._scale)
+        hidden_TD = model(torch.from_numpy(batch.tokens_T), torch.from_numpy(batch.positions_T), context)
+        if context.ids_LTK and self._cache.num_moe_layers:
+            self._capture(context.ids_LTK, batch.slots_T[:num_tokens])
+        return hidden_TD
 
     def _flat(self, plan: Plan) -> FlatBatch:
         table, block_tokens = self._table, self._table.block_tokens

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slipstream.errors import EngineError
+from slipstream.ops.sampling import draw, invert
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -53,44 +56,31 @@ def uniforms(seed_S: np.ndarray, position_S: np.ndarray) -> np.ndarray:
 
 
 def sample(logits_SV: torch.Tensor, params: SampleParams) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a token per row: (token ids int32, logprobs float32). `logits_SV` is float32 and may be overwritten."""
-    greedy_S = params.temperature_S == 0
-    temperature_S = np.where(greedy_S, np.float32(1), params.temperature_S)
-    if (temperature_S != 1).any():
-        logits_SV.div_(torch.from_numpy(temperature_S).unsqueeze(1))
-    probs_SV = torch.softmax(logits_SV, dim=-1)
-    if greedy_S.all():
-        tokens_S = logits_SV.argmax(dim=-1)
-        return _pick(probs_SV, tokens_S)
-    uniform_S = torch.from_numpy(uniforms(params.seed_S, params.position_S))
-    tokens_S = _invert(probs_SV, uniform_S)
-    if greedy_S.any():
-        tokens_S = torch.where(torch.from_numpy(greedy_S), logits_SV.argmax(dim=-1), tokens_S)
-    tokens, logprobs = _pick(probs_SV, tokens_S)
-    cut_S = ((params.top_p_S < 1) | (params.top_k_S > 0) | (params.min_p_S > 0)) & ~greedy_S
-    if cut_S.any():
-        rows = np.flatnonzero(cut_S)
-        tokens[rows], logprobs[rows] = _sample_truncated(probs_SV[torch.from_numpy(rows)], uniform_S[torch.from_numpy(rows)], params, rows)
+    """Draw a token per row: (token ids int32, logprobs float32). `logits_SV` is float32 and may be overwritten.
+
+    Raises EngineError when a row's logits are not finite.
+    """
+    uniform_S = uniforms(params.seed_S, params.position_S)
+    cut_S = ((params.top_p_S < 1) | (params.top_k_S > 0) | (params.min_p_S > 0)) & (params.temperature_S > 0)
+    rows = np.flatnonzero(cut_S)
+    cut_logits_SV = logits_SV[torch.from_numpy(rows)] if len(rows) else None
+    drawn_S, logprobs_S = draw(logits_SV, torch.from_numpy(params.temperature_S), torch.from_numpy(uniform_S))
+    tokens, logprobs = drawn_S.numpy().astype(np.int32), logprobs_S.numpy()
+    if cut_logits_SV is not None:
+        tokens[rows], logprobs[rows] = _sample_truncated(cut_logits_SV, torch.from_numpy(uniform_S[rows]), params, rows)
+    if not np.isfinite(logprobs).all():
+        raise EngineError(
+            f"{(~np.isfinite(logprobs)).sum()} of {len(logprobs)} rows have logits that are not finite: the weights are broken"
+        )
     return tokens, logprobs
 
 
-def _invert(probs_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:
-    """First index whose cumulative probability exceeds u * total: never one of probability 0."""
-    cumulative_SV = torch.cumsum(probs_SV, dim=-1, dtype=torch.float64)
-    target_S1 = (uniform_S * cumulative_SV[:, -1]).unsqueeze(1)
-    return torch.searchsorted(cumulative_SV, target_S1, right=True).squeeze(1)
-
-
-def _pick(probs_SV: torch.Tensor, tokens_S: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    logprobs_S = probs_SV.gather(1, tokens_S.unsqueeze(1)).squeeze(1).log()
-    return tokens_S.numpy().astype(np.int32), logprobs_S.numpy()
-
-
 def _sample_truncated(
-    probs_SV: torch.Tensor, uniform_S: torch.Tensor, params: SampleParams, rows: np.ndarray
+    logits_SV: torch.Tensor, uniform_S: torch.Tensor, params: SampleParams, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows with top-k, top-p or min-p: sort, cut, draw among what is left."""
-    vocab = probs_SV.shape[1]
+    vocab = logits_SV.shape[1]
+    probs_SV = torch.softmax(logits_SV / torch.from_numpy(params.temperature_S[rows]).unsqueeze(1), dim=-1)
     top_k_S = np.where(params.top_k_S[rows] > 0, np.minimum(params.top_k_S[rows], vocab), vocab)
     sorted_SV, order_SV = torch.topk(probs_SV, int(top_k_S.max()), dim=-1)
     top_k_S1, top_p_S1, min_p_S1 = (
@@ -101,6 +91,6 @@ def _sample_truncated(
     before_SV = cumulative_SV - sorted_SV
     keep_SV = (before_SV < top_p_S1 * cumulative_SV[:, -1:]) & (sorted_SV >= min_p_S1 * sorted_SV[:, :1])
     kept_SV = sorted_SV * keep_SV
-    index_S1 = _invert(kept_SV, uniform_S).unsqueeze(1)
+    index_S1 = invert(kept_SV, uniform_S).unsqueeze(1)
     logprobs_S1 = (kept_SV.gather(1, index_S1) / kept_SV.sum(-1, keepdim=True, dtype=torch.float64)).log()
     return order_SV.gather(1, index_S1).squeeze(1).numpy(), logprobs_S1.squeeze(1).numpy()

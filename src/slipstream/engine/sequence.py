@@ -91,6 +91,7 @@ class SlotTable:
         self.top_k_R = np.zeros(num_slots, np.int32)
         self.min_p_R = np.zeros(num_slots, np.float32)
         self.seed_R = np.zeros(num_slots, np.uint64)
+        self.ids_R = np.full(num_slots, "", object)
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -107,6 +108,7 @@ class SlotTable:
         sequence.blocks = []
         self.append_blocks(sequence, blocks)
         self.context_R[slot], self.length_R[slot], self.limit_R[slot] = context, length, sequence.limit
+        self.ids_R[slot] = sequence.id
         self._enter_sampling(slot, sequence)
 
     def _enter_sampling(self, slot: int, sequence: Sequence) -> None:

@@ -21,7 +21,7 @@ VOCAB = 61
 SEQ_LEN = 128
 
 
-def write_model(folder: Path, moe: bool, seed: int = 1) -> Path:
+def write_model(folder: Path, moe: bool, seed: int = 1, **overrides) -> Path:
     """A model of three layers (the last two with experts when `moe`), without a tokenizer; token 60 ends a reply."""
     config = {
         "model_type": "qwen3_moe" if moe else "qwen3",
@@ -41,10 +41,15 @@ def write_model(folder: Path, moe: bool, seed: int = 1) -> Path:
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
+        **overrides,
     }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    hf.write_tensors(folder, hf.hf_tensors(build_model(ModelSpec.from_folder(folder), seed=seed)))
+    model = build_model(ModelSpec.from_folder(folder), seed=seed)
+    for i, parameter in enumerate(model.parameters()):
+        if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide a forgotten one
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    hf.write_tensors(folder, hf.hf_tensors(model))
     return folder
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from slipstream.engine.sampler import SampleParams, mix_seed, sample, uniforms
+from slipstream.errors import EngineError
+from slipstream.ops.sampling import draw, draw_reference
 
 LOGITS_V = np.array([1.2, -0.4, 0.3, 2.0, -3.0, 0.9, 0.1, 1.9], np.float32)
 
@@ -100,3 +102,33 @@ def test_uniforms_are_uniform_along_positions_and_along_seeds():
         assert ((counts - 1000) ** 2 / 1000).sum() < 43.8, "0.1% point of chi-square with 19 degrees of freedom"
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
     assert along_seeds.min() >= 0 and along_seeds.max() < 1
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 63, 64, 65, 500, 4096])
+def test_the_native_draw_equals_the_reference(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    logits_SV = 3 * torch.randn(300, vocab, generator=generator)
+    logits_SV[::7, ::3] = -float("inf")
+    logits_SV[::7, vocab - 1] = 0.5
+    temperature_S = torch.tensor([0.0, 0.3, 1.0, 2.0]).repeat(75)
+    uniform_S = torch.rand(300, generator=generator, dtype=torch.float64)
+    expected_tokens, expected_logprobs = draw_reference(logits_SV.clone(), temperature_S, uniform_S)
+    tokens_S, logprobs_S = draw(logits_SV.clone(), temperature_S, uniform_S)
+    assert (tokens_S != expected_tokens).sum() <= 1, "a uniform number may fall between two roundings of one boundary"
+    same = tokens_S == expected_tokens
+    torch.testing.assert_close(logprobs_S[same], expected_logprobs[same], atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-48])
+def test_the_ends_of_the_unit_interval_draw_tokens_that_have_a_probability(uniform):
+    logits_SV = torch.full((1, 200), -float("inf"))
+    logits_SV[0, [3, 150]] = 0.0
+    tokens_S, _ = draw(logits_SV, torch.ones(1), torch.tensor([uniform], dtype=torch.float64))
+    assert tokens_S.tolist() == [3 if uniform == 0 else 150]
+
+
+@pytest.mark.parametrize("case", [{}, {"temperature": 0.0}, {"top_p": 0.5}], ids=str)
+def test_logits_that_are_not_finite_are_an_error_and_never_a_token(case):
+    logits_SV = torch.tensor([[0.0, float("nan"), 1.0]])
+    with pytest.raises(EngineError, match="1 of 1 rows have logits that are not finite"):
+        sample(logits_SV, params(1, **case))

@@ -113,7 +113,7 @@ def test_versions_alternate_without_mixing_weights(moe_folder, other_folder, tmp
         swap(engine, publish(folder, tmp_path / f"v{number}", number))
         done = run(engine, [ask("a", prompt(number, 9), salt=number)])["a"]
         references[number % 2].check_greedy(prompt(number, 9), done)
-        assert done.versions == ((number, 12),)
+        assert done.versions == ((number, len(done.tokens_N)),)
 
 
 def test_weights_with_another_fingerprint_are_refused_and_the_live_ones_stay(moe_folder, second):
@@ -151,10 +151,10 @@ def test_committing_the_first_version_makes_an_engine_live_that_had_none(moe_fol
 
 def test_preempted_sequences_keep_their_stamps_across_an_update(moe_folder, second):
     engine = make_engine(moe_folder)
-    requests = [ask(f"r{i}", prompt(i, 30), max_tokens=60, temperature=1.0, seed=i, stop_token_ids=()) for i in range(16)]
+    requests = [ask(f"r{i}", prompt(i, 30), max_tokens=60, temperature=1.0, seed=i) for i in range(40)]
 
     def update(step):
-        if step == 40:
+        if step == 12:
             swap(engine, second)
 
     done = run(engine, requests, update)
@@ -162,3 +162,4 @@ def test_preempted_sequences_keep_their_stamps_across_an_update(moe_folder, seco
     for completion in done.values():
         assert sum(n for _, n in completion.versions) == len(completion.tokens_N) == len(completion.logprobs_N)
         assert [v for v, _ in completion.versions] in ([0], [1], [0, 1])
+    assert any(len(completion.versions) == 2 for completion in done.values())

@@ -1,0 +1,59 @@
+"""Binds a decoder and the KV cache to the fused serving kernel (`ops.fused`), where the kernel can serve them.
+
+The model's own forward pass is what this must equal; it serves bf16, odd sizes and machines without a compiler. Tests hold one to the
+other.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.engine.kv import KvCache
+from slipstream.models.decoder import Decoder, rope_tables
+from slipstream.models.layers import Block, MoE
+from slipstream.models.spec import ModelSpec
+from slipstream.ops.fused import FusedDecoder, FusedLayer, FusedSizes, can_fuse
+
+
+def bind(model: Decoder, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | None:
+    """None: this model needs its own forward pass. `load_LE` is counted up by every step."""
+    spec = model.spec
+    counts = [spec.hidden, *((spec.num_experts, spec.expert_intermediate) if spec.moe_layers else ())]
+    if len(spec.moe_layers) < spec.num_layers:
+        counts.append(spec.intermediate)
+    if not can_fuse([*model.parameters()], counts, spec.head_dim):
+        return None
+    layers = [_layer(block, cache, i) for i, block in enumerate(model.layers) if isinstance(block, Block)]
+    cos_Pd, sin_Pd = _rope_tables(spec)
+    sizes = FusedSizes(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.num_experts, spec.top_k, spec.norm_top_k, spec.rms_eps)
+    return FusedDecoder(sizes, layers, model.embed, model.norm, cos_Pd, sin_Pd, cache.routing, load_LE)
+
+
+@lru_cache(maxsize=2)
+def _rope_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """The same for every set of weights: a commit must not wait for them."""
+    return rope_tables(spec, torch.float32, "cpu")
+
+
+def _layer(block: Block, cache: KvCache, index: int) -> FusedLayer:
+    attention, ffn = block.attention, block.ffn
+    weights = ffn.experts if isinstance(ffn, MoE) else ffn
+    return FusedLayer(
+        attention_norm=block.attention_norm,
+        qkv=attention.qkv,
+        out=attention.out,
+        ffn_norm=block.ffn_norm,
+        gate_up=weights.gate_up,
+        down=weights.down,
+        keys=cache.keys[index],
+        values=cache.values[index],
+        router=ffn.router if isinstance(ffn, MoE) else None,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        qkv_bias=attention.qkv_bias,
+        out_bias=attention.out_bias,
+    )

@@ -1,0 +1,157 @@
+"""A whole serving step of a decoder in one native call (`kernels/decoder.c`): hidden states, KV, routing rows.
+
+It knows shapes and pointers, not models or schedulers: whoever calls it says where each weight lies. There is no reference here because
+the reference is the model's own forward pass. fp32 on the CPU, no gradient.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.ops.native import LANES, check, library
+
+_P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+MAX_HEAD_DIM = 512
+"""As in kernels/paged.c."""
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "ffn_norm")),
+        *((name, _P) for name in ("router", "gate_up", "down", "keys", "values")),
+        ("inner", _I),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        *((name, _I) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "num_experts", "top_k", "norm_top_k")),
+        *((name, _I) for name in ("vocab", "positions", "num_blocks", "block_tokens", "moe_layers", "row_bytes")),
+        ("layers", ctypes.POINTER(_Layer)),
+        *((name, _P) for name in ("embed", "norm", "cosine", "sine", "routing", "load")),
+        ("eps", _D),
+        ("scale", _D),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("tokens", "positions", "slots", "table", "starts", "context")),
+        *((name, _I) for name in ("count", "sequences", "table_width")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """Weights [in, out] of one layer, and its part of the KV cache [blocks, block tokens, kv heads, head dim]."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    out: Tensor
+    ffn_norm: Tensor
+    gate_up: Tensor
+    """[E, D, 2 I], or [D, 2 I] of a dense layer."""
+    down: Tensor
+    keys: Tensor
+    values: Tensor
+    router: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedSizes:
+    """What the kernel needs beside the shapes of the weights."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    num_experts: int
+    top_k: int
+    norm_top_k: bool
+    eps: float
+
+
+class FusedDecoder:
+    """Holds the pointers (and keeps what they point at alive). Build one per set of weights: it copies nothing."""
+
+    def __init__(
+        self,
+        sizes: FusedSizes,
+        layers: Sequence[FusedLayer],
+        embed_VD: Tensor,
+        norm_D: Tensor,
+        cos_Pd: Tensor,
+        sin_Pd: Tensor,
+        routing: np.ndarray,
+        load_LE: np.ndarray,
+    ) -> None:
+        """`routing` [KV slots, MoE layers, top_k] uint8 or uint16 and `load_LE` int64 are written; no MoE layers: not wanted."""
+        kernels = library()
+        assert kernels is not None
+        kernels.decoder_forward.restype, kernels.decoder_forward.argtypes = ctypes.c_int, [_P, _P, _P, _P]
+        kernels.decoder_scratch.restype, kernels.decoder_scratch.argtypes = _I, [_P, _I]
+        self._kernels = kernels
+        self._alive = (layers, embed_VD, norm_D, cos_Pd, sin_Pd, routing, load_LE)
+        self._layers = (_Layer * len(layers))(*(_layer(layer) for layer in layers))
+        moe_layers = sum(layer.router is not None for layer in layers)
+        blocks, block_tokens = layers[0].keys.shape[:2]
+        wanted = routing.shape[1] > 0
+        self._hidden = embed_VD.shape[1]
+        self._decoder = _Decoder(
+            *(len(layers), self._hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.num_experts, sizes.top_k, sizes.norm_top_k),
+            *(embed_VD.shape[0], cos_Pd.shape[0], blocks, block_tokens, moe_layers, routing.dtype.itemsize),
+            self._layers,
+            *(x.data_ptr() for x in (embed_VD, norm_D, cos_Pd, sin_Pd)),
+            *((routing.ctypes.data, load_LE.ctypes.data) if wanted else (None, None)),
+            *(sizes.eps, sizes.head_dim**-0.5),
+        )
+        self._scratch = torch.empty(0)
+
+    def forward(
+        self,
+        tokens_T: np.ndarray,
+        positions_T: np.ndarray,
+        slots_T: np.ndarray,
+        block_table_SB: np.ndarray,
+        query_starts_S1: np.ndarray,
+        context_S: np.ndarray,
+    ) -> Tensor:
+        """Hidden states [T, D] after the final norm; KV and routing rows are written.
+
+        Dense arrays: int64 [T], and int32 for the last three, which are those of `paged_attention`.
+
+        Raises StateError when an index lies outside its array.
+        """
+        count = len(tokens_T)
+        need = self._kernels.decoder_scratch(ctypes.addressof(self._decoder), count)
+        if self._scratch.numel() < need:
+            self._scratch = torch.empty(2 * need)
+        out_TD = torch.empty(count, self._hidden)
+        arrays = (tokens_T, positions_T, slots_T, block_table_SB, query_starts_S1, context_S)
+        step = _Step(*(x.ctypes.data for x in arrays), count, *block_table_SB.shape)
+        code = self._kernels.decoder_forward(
+            ctypes.addressof(self._decoder), ctypes.addressof(step), self._scratch.data_ptr(), out_TD.data_ptr()
+        )
+        check(code, "decoder_forward")
+        return out_TD
+
+
+def can_fuse(tensors: Sequence[Tensor], feature_counts: Sequence[int], head_dim: int) -> bool:
+    """Whether the kernel serves these weights: fp32 on the CPU, dense, with counts that fill vectors, and a compiler at hand."""
+    fits = head_dim <= MAX_HEAD_DIM and all(count % LANES == 0 for count in (*feature_counts, head_dim))
+    plain = all(x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() for x in tensors)
+    return fits and plain and library() is not None
+
+
+def _layer(layer: FusedLayer) -> _Layer:
+    values = {name: None if (tensor := getattr(layer, name)) is None else tensor.data_ptr() for name in FusedLayer.__dataclass_fields__}
+    return _Layer(**values, inner=layer.down.shape[-2])
