@@ -148,3 +148,65 @@ def test_the_parameter_count_is_that_of_the_built_model(config: dict[str, Any]) 
     assert spec.num_params == sum(p.numel() for p in build_model(spec, device="meta").parameters())
     unused = 3 * spec.hidden * spec.expert_intermediate * (spec.num_experts - spec.top_k) * len(spec.moe_layers)
     assert spec.num_params - spec.num_active_params == unused
+
+
+def test_the_sizes_of_published_models_come_out_as_published() -> None:
+    """config.json of SmolLM2-135M and of Qwen3-30B-A3B; parameter counts as their safetensors indices state them."""
+    smol = ModelSpec.from_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "is_llama_config": True,
+            "max_position_embeddings": 8192,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "num_attention_heads": 9,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 3,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_interleaved": False,
+            "rope_scaling": None,
+            "rope_theta": 100000,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 49152,
+        }
+    )
+    assert smol.num_params == smol.num_active_params == 134_515_008
+    qwen = ModelSpec.from_config(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "decoder_sparse_step": 1,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        }
+    )
+    assert qwen.num_params == 30_532_122_624
+    assert 3.3e9 < qwen.num_active_params < 3.4e9
