@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from slipstream.chat.template import plain_messages, render
 from slipstream.config.envs import EnvConfig
 from slipstream.envs.base import load_env
-from slipstream.models.maker import make_model
+from slipstream.models.maker import CHAT_TEMPLATE, make_model
 
-CORPUS_TASKS = 2000
+CORPUS_TASKS = 1000
 """Demonstrations per environment that the tokenizer is trained on."""
 
 
@@ -21,16 +23,10 @@ def make(folder: Path, preset: str, envs: Sequence[str], seed: int) -> str:
 
 
 def corpus(envs: Sequence[str], seed: int) -> Iterator[str]:
-    """Every message of the environments' demonstrations, as text."""
+    """The environments' demonstrations as whole conversations, rendered with the template that the model will have."""
     for name in envs:
         env = load_env(EnvConfig(id=name), seed)
-        rng = random.Random(seed)
+        rng = np.random.default_rng(seed)
         for index in range(min(CORPUS_TASKS, env.num_tasks("train"))):
-            for message in env.demonstration(env.task("train", index), rng):
-                yield message_text(message)
-
-
-def message_text(message: dict) -> str:
-    """What a chat template would show of one message: content and tool calls."""
-    calls = [f'{{"name": "{c["function"]["name"]}", "arguments": {c["function"]["arguments"]}}}' for c in message.get("tool_calls") or ()]
-    return "\n".join([message.get("content") or "", *calls])
+            messages = plain_messages(env.demonstration(env.task("train", index), rng))
+            yield render(CHAT_TEMPLATE, {"messages": messages, "tools": env.tools or None, "add_generation_prompt": False})
