@@ -194,7 +194,8 @@ Drawn = TypeVar("Drawn")
 def draw_task(seed: int, split: str, index: int, make: Callable[[np.random.Generator], Drawn], key: Callable[[Drawn], str]) -> Drawn:
     """Task `index` of a split, drawn by `make`: deterministic, and no task of one split ever appears in the other.
 
-    The hash of `key(task)` decides which split a task belongs to, so the splits are disjoint however many tasks are drawn.
+    The hash of `key(task)` decides which split a task belongs to, so the splits are disjoint however many tasks are drawn,
+    and whatever the seeds: a warm-up with another seed never saw a held-out task either.
     Raises ConfigError when `make` has too few different tasks for both splits.
     """
     if split not in ("train", "eval"):
@@ -202,7 +203,7 @@ def draw_task(seed: int, split: str, index: int, make: Callable[[np.random.Gener
     rng = np.random.default_rng((seed, split == "eval", index))
     task = make(rng)
     for _ in range(_ATTEMPTS):
-        if (xxhash.xxh3_64_intdigest(key(task).encode(), seed) % _HELD_OUT == 0) == (split == "eval"):
+        if (xxhash.xxh3_64_intdigest(key(task).encode()) % _HELD_OUT == 0) == (split == "eval"):
             return task
         task = make(rng)
     raise ConfigError(

@@ -41,6 +41,8 @@ def zero_advantage(advantages_S: NDArray[np.floating]) -> bool:
 
 def repetition(tokens_N: IntArray, window: int) -> bool:
     """Whether some `window` consecutive tokens are one n-gram over and over (n up to window / 4)."""
+    if len(tokens_N) < window:
+        return False
     for period in range(1, max(window // _REPEATS, 1) + 1):
         same_M = tokens_N[period:] == tokens_N[:-period]
         if _longest_run(same_M) >= window - period:

@@ -42,11 +42,11 @@ def test_tasks_are_deterministic_in_seed_split_and_index(id_):
 
 
 @pytest.mark.parametrize("id_", BUILT_IN)
-def test_no_held_out_task_is_ever_a_training_task(id_):
+def test_no_held_out_task_of_any_seed_is_ever_a_training_task(id_):
     for args in {"calculator": ({"max_operand": 4}, {}), "reverse-text": ({"num_words": 1, "word_len": 2}, {})}.get(id_, ({},)):
-        env = load_env(config(id_, args=args), seed=3)
+        env, held_out_env = (load_env(config(id_, args=args), seed) for seed in (3, 4))
         train = {repr(env.task("train", i).payload) for i in range(1500)}
-        held_out = {repr(env.task("eval", i).payload) for i in range(env.num_tasks("eval"))}
+        held_out = {repr(e.task("eval", i).payload) for e in (env, held_out_env) for i in range(env.num_tasks("eval"))}
         assert not train & held_out
         assert len(held_out) > 4
 
