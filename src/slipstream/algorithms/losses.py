@@ -184,9 +184,12 @@ LOSSES: dict[str, Callable[..., LossOutput]] = {
 
 
 def k3(logprobs_T: Tensor, engine_logprobs_T: Tensor) -> Tensor:
-    """Mismatch KL of each token: ratio - 1 - log ratio, never negative (Schulman's k3 estimator of KL(engine || trainer))."""
+    """Mismatch KL of each token: ratio - 1 - log ratio (Schulman's k3 estimator of KL(engine || trainer)).
+
+    expm1 keeps it from going below 0 where the ratio is 1 up to rounding, which is where a run should be.
+    """
     log_ratio_T = (logprobs_T - engine_logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return log_ratio_T.exp() - 1 - log_ratio_T
+    return torch.expm1(log_ratio_T) - log_ratio_T
 
 
 def _log_ratio(logprobs_T: Tensor, engine_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:

@@ -169,7 +169,8 @@ def _mean(values: Any) -> float | None:
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
     """The summary as tables: evaluation before and after, then what it cost, then where the rollouts went."""
     console = console or Console()
-    console.print(_eval_table(summary), _figures_table(summary), _counts_table(summary))
+    tables = [_figures_table(summary), _counts_table(summary)]
+    console.print(*([_eval_table(summary)] if summary["evals"] else []), *tables)
 
 
 def _eval_table(summary: dict[str, Any]) -> Table:
@@ -178,7 +179,7 @@ def _eval_table(summary: dict[str, Any]) -> Table:
         table.add_column(name, justify="left" if name in ("environment", "") else "right")
     for env in sorted({row["env"] for row in summary["evals"]}):
         rows = [row for row in summary["evals"] if row["env"] == env]
-        for label, row in (("before", rows[0]), ("after", rows[-1])):
+        for label, row in [("before", rows[0]), ("after", rows[-1])][: len(rows)]:
             scores = (_number(row[name]) for name in ("avg_at_k", "pass_at_k", "reward_mean"))
             table.add_row(env, label, str(row["version"]), *scores)
     return table

@@ -216,3 +216,8 @@ def test_k3_is_zero_on_equal_logprobs_and_positive_otherwise():
 def test_k3_stays_finite_on_a_token_that_one_side_finds_impossible():
     assert k3(torch.tensor([-0.1]), torch.tensor([-500.0])).isfinite().all()
     assert k3(torch.tensor([float("-inf")]), torch.tensor([-0.1])).tolist() == pytest.approx([LOG_RATIO_BOUND - 1])
+
+
+def test_k3_is_not_negative_for_ratios_next_to_one_in_float32():
+    engine = -torch.linspace(0.01, 8, 20_000)
+    assert (k3(engine + torch.linspace(-1e-4, 1e-4, 20_000), engine) >= 0).all()

@@ -145,6 +145,14 @@ def test_the_table_shows_the_evaluation_before_and_after(run):
         assert part in text
 
 
+def test_with_one_evaluation_there_is_no_after(tmp_path, capsys):
+    writer = MetricsWriter(tmp_path, "orchestrator")
+    writer.event("eval", version=0, env="a", avg_at_k=0.1, pass_at_k=0.1, reward_mean=0.1, samples=1)
+    print_summary(summarise(tmp_path))
+    text = capsys.readouterr().out
+    assert "before" in text and "after" not in text
+
+
 def test_the_table_of_an_empty_folder_prints(tmp_path, capsys):
     print_summary(summarise(tmp_path))
     assert "no ledger" in capsys.readouterr().out
