@@ -16,10 +16,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from slipstream.errors import EngineError, RewardError
+from slipstream.errors import EngineError, EnvError, RewardError
 from slipstream.orchestrator.concurrency import infra_delay
 from slipstream.orchestrator.ledger import Ledger
-from slipstream.ports import Player
+from slipstream.ports import Env, Player
 from slipstream.types import Outcome, Rollout, Task
 
 CANCEL_GRACE_S = 5.0
@@ -138,6 +138,14 @@ def _result(task: asyncio.Task[Rollout], blank: Rollout, verdict: Outcome | None
     if error is not None:
         return _without_reward(blank, outcome_of(error), f"{type(error).__name__}: {' '.join(str(error).split())}")
     return task.result()
+
+
+def draw(env: Env, split: str, index: int) -> Task:
+    """A task of an environment. Raises EnvError where the environment raises anything: without tasks there is no run."""
+    try:
+        return env.task(split, index)
+    except Exception as error:
+        raise EnvError(f"environment {env.name!r}: task({split!r}, {index}) raised {type(error).__name__}: {error}") from error
 
 
 def outcome_of(error: BaseException) -> Outcome:

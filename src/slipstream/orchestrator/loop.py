@@ -19,10 +19,10 @@ import numpy as np
 
 from slipstream.config.envs import EnvConfig
 from slipstream.config.run import RunConfig
-from slipstream.errors import EngineError, EnvError
+from slipstream.errors import EngineError
 from slipstream.orchestrator.concurrency import Gate, Hold, hold, next_limit
 from slipstream.orchestrator.curriculum import Curriculum
-from slipstream.orchestrator.dispatch import Dispatcher, Flight
+from slipstream.orchestrator.dispatch import Dispatcher, Flight, draw
 from slipstream.orchestrator.evals import Evaluator, is_due
 from slipstream.orchestrator.groups import Open, fruitless_after, judge, next_env, pass_rate, play_group
 from slipstream.orchestrator.ledger import Ledger
@@ -256,11 +256,7 @@ class Orchestrator:
 
     def _draw(self, bound: BoundEnv) -> Task:
         """The next task. Its randomness comes from the seed and the number of the group, so there is no generator to save."""
-        index = bound.curriculum.next(np.random.default_rng((self.config.seed, self._groups)))
-        try:
-            return bound.env.task("train", index)
-        except Exception as error:
-            raise EnvError(f"environment {bound.config.label!r}: task('train', {index}) raised {type(error).__name__}: {error}") from error
+        return draw(bound.env, "train", bound.curriculum.next(np.random.default_rng((self.config.seed, self._groups))))
 
     async def _play(self, group: Open, bound: BoundEnv) -> None:
         """One group, from its rollouts in flight to ready rollouts. Waits for its rollouts; see groups.play_group."""
