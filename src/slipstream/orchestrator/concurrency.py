@@ -14,8 +14,6 @@ from slipstream.types import EngineState
 
 GROW = 4
 SHRINK = 0.75
-WAITING_FRAC = 0.25
-"""A queue in the engine longer than this share of what runs means that more rollouts would only wait longer."""
 
 
 class Hold(StrEnum):
@@ -62,13 +60,17 @@ def hold(gate: Gate) -> tuple[Hold, float | None] | None:
     return None
 
 
-def next_limit(limit: int, in_flight: int, state: EngineState, config: ConcurrencyConfig) -> int:
-    """The limit after one look at the engine. It grows only while it is what holds rollouts back."""
+def next_limit(limit: int, in_flight: int, group_size: int, state: EngineState, config: ConcurrencyConfig) -> int:
+    """The limit after one look at the engine: cut while its KV cache is tight, grown while the limit is what holds groups back.
+
+    A queue in the engine is no reason to cut: a new group waits there for a step or two, and where the engine is busy without being
+    short of KV, rollouts wait as well inside as outside. A queue longer than what runs is a reason not to grow.
+    """
     if not config.adaptive:
         return limit
-    if state.kv_used_frac > config.kv_high_frac or state.waiting > WAITING_FRAC * max(state.running, config.min):
+    if state.kv_used_frac > config.kv_high_frac:
         return max(config.min, int(limit * SHRINK))
-    if in_flight + GROW > limit:
+    if in_flight + group_size > limit and state.waiting <= state.running:
         return min(config.max, limit + GROW)
     return limit
 

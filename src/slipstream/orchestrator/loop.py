@@ -155,6 +155,7 @@ class Orchestrator:
     async def watch(self) -> None:
         """Adapts the concurrency limit to the engine, and measures how late the event loop is. Waits for: the clock, the engine."""
         loop, every_s = asyncio.get_running_loop(), self.parts.deadlines.watch_s
+        largest_group = max(env.group_size for env in self.config.envs)
         while True:
             started = loop.time()
             await asyncio.sleep(every_s)
@@ -164,7 +165,7 @@ class Orchestrator:
                     state = await self.parts.engine.state()
             except (TimeoutError, EngineError):
                 continue  # publish and the players meet the same trouble, and report it
-            self.limit = next_limit(self.limit, self._in_flight(), state, self.settings.concurrency)
+            self.limit = next_limit(self.limit, self._in_flight(), largest_group, state, self.settings.concurrency)
             self._can_collect.set()
 
     def stop(self, reason: str) -> None:

@@ -36,22 +36,31 @@ def test_a_group_larger_than_the_limit_runs_alone():
 
 
 def test_the_limit_grows_by_a_constant_and_shrinks_by_a_share():
-    assert next_limit(16, 16, engine(), CONFIG) == 20
-    assert next_limit(16, 16, engine(kv_used_frac=0.95), CONFIG) == 12
-    assert next_limit(16, 16, engine(waiting=9), CONFIG) == 12
+    assert next_limit(16, 16, 4, engine(), CONFIG) == 20
+    assert next_limit(16, 16, 4, engine(kv_used_frac=0.95), CONFIG) == 12
 
 
 def test_the_limit_does_not_grow_while_something_else_holds_rollouts_back():
-    assert next_limit(16, 3, engine(), CONFIG) == 16
+    assert next_limit(16, 3, 4, engine(), CONFIG) == 16
+
+
+def test_the_limit_grows_when_the_next_group_does_not_fit():
+    """Groups of 8 under a limit of 13: only one runs, and the five free slots are of no use to anybody."""
+    assert next_limit(13, 8, 8, engine(), CONFIG) == 17
+
+
+def test_a_queue_in_the_engine_keeps_the_limit_without_cutting_it():
+    """A group of 8 that arrives at once waits for a step: cutting for it would starve an engine whose cache is nearly empty."""
+    assert next_limit(16, 16, 4, engine(running=2, waiting=8, kv_used_frac=0.02), CONFIG) == 16
 
 
 def test_a_fixed_limit_stays():
-    assert next_limit(16, 16, engine(kv_used_frac=1.0), CONFIG.replace(adaptive=False)) == 16
+    assert next_limit(16, 16, 4, engine(kv_used_frac=1.0), CONFIG.replace(adaptive=False)) == 16
 
 
-@given(st.integers(4, 64), st.integers(0, 99), st.floats(0, 1), st.integers(0, 99))
-def test_the_limit_stays_within_its_bounds(limit, in_flight, used, waiting):
-    assert 4 <= next_limit(limit, in_flight, engine(kv_used_frac=used, waiting=waiting), CONFIG) <= 64
+@given(st.integers(4, 64), st.integers(0, 99), st.integers(1, 16), st.floats(0, 1), st.integers(0, 99))
+def test_the_limit_stays_within_its_bounds(limit, in_flight, group_size, used, waiting):
+    assert 4 <= next_limit(limit, in_flight, group_size, engine(kv_used_frac=used, waiting=waiting), CONFIG) <= 64
 
 
 def test_failures_of_infrastructure_slow_dispatch_down_to_a_bound():
