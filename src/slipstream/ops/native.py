@@ -33,6 +33,8 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "rms_norm": (None, [_P] * 3 + [_I] * 4 + [_F]),
     "rope": (None, [_P] * 6 + [_I] * 7),
+    "rms_norm_backward": (ctypes.c_int, [_P] * 5 + [_I] * 4 + [_F]),
+    "rope_backward": (None, [_P] * 6 + [_I] * 5),
     "write_kv": (ctypes.c_int, [_P] * 5 + [_I] * 5),
     "paged_attention": (ctypes.c_int, [_P] * 7 + [_I] * 9 + [_F]),
     "logit_statistics": (ctypes.c_int, [_P] * 6 + [_I] * 2),
@@ -92,10 +94,13 @@ def check(code: int, op: str) -> None:
         raise StateError(f"{op}: {_ERRORS.get(code, f'error {code}')}")
 
 
-def dense_tokens(x_THd: Tensor) -> Tensor:
-    """`x` itself if each token's heads lie dense in memory (tokens may be strided: a slice of a fused qkv), else a copy."""
-    stride, (_, heads, dim) = x_THd.stride(), x_THd.shape
-    return x_THd if stride[2] == 1 and (heads == 1 or stride[1] == dim) else x_THd.contiguous()
+def dense_tokens(x: Tensor) -> Tensor:
+    """`x` [T, d] or [T, H, d] itself if each token's features lie dense in memory (tokens may be strided: a slice of a fused qkv),
+    else a copy.
+    """
+    stride, shape = x.stride(), x.shape
+    dense = stride[-1] == 1 and (len(shape) == 2 or shape[1] == 1 or stride[1] == shape[2])
+    return x if dense else x.contiguous()
 
 
 def _cache_folder() -> Path:

@@ -5,31 +5,63 @@ It knows nothing of models. Shapes: T tokens, H heads, D features; any number of
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slipstream.errors import StateError
-from slipstream.ops.native import LANES, native_for
+from slipstream.ops.native import LANES, check, dense_tokens, loaded, native_for
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in fp32 and returned in the dtype of `x`.
 
-    Native for [T, D] and [T, H, D] with D a multiple of 8; tokens may be strided (a slice of a fused qkv).
+    Native, also with gradients, for fp32 [T, D] and [T, H, D] on the CPU with D a multiple of 8; tokens may be strided (a slice of a
+    fused qkv).
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
     dim = x_TD.shape[-1]
     if weight_D.shape != (dim,):
         raise StateError(f"rms_norm: weight has shape {tuple(weight_D.shape)}, expected ({dim},)")
-    kernels = native_for(x_TD, weight_D)
-    if kernels is None or dim % LANES or x_TD.dim() not in (2, 3) or not weight_D.is_contiguous():
+    kernels = None if dim % LANES else native_for(x_TD, weight_D, training=True)
+    if kernels is None or x_TD.dim() not in (2, 3):
         return rms_norm_reference(x_TD, weight_D, eps)
-    rows, heads, stride = x_TD.shape[0], 1 if x_TD.dim() == 2 else x_TD.shape[1], x_TD.stride()
-    if stride[-1] != 1 or (heads > 1 and stride[1] != dim):
-        return rms_norm(x_TD.contiguous(), weight_D, eps)
-    out_TD = torch.empty_like(x_TD)
-    kernels.rms_norm(x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), rows, heads, stride[0], dim, eps)
+    x_TD, weight_D = dense_tokens(x_TD), weight_D.contiguous()
+    if torch.is_grad_enabled() and (x_TD.requires_grad or weight_D.requires_grad):
+        return _RmsNorm.apply(x_TD, weight_D, eps)  # pyright: ignore[reportReturnType]
+    return _forward(kernels, x_TD, weight_D, eps)
+
+
+def _forward(kernels: ctypes.CDLL, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    kernels.rms_norm(x_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr(), *_sizes(x_TD), eps)
     return out_TD
+
+
+def _sizes(x_TD: Tensor) -> tuple[int, int, int, int]:
+    """Tokens, vectors per token, stride between tokens, features."""
+    shape = x_TD.shape
+    return shape[0], 1 if len(shape) == 2 else shape[1], x_TD.stride(0), shape[-1]
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_D)
+        ctx.eps = eps
+        return _forward(loaded(), x_TD, weight_D, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_D = ctx.saved_tensors
+        dx_TD, d_weight_D = torch.empty_like(x_TD, memory_format=torch.contiguous_format), torch.empty_like(weight_D)
+        pointers = [x.data_ptr() for x in (x_TD, weight_D, grads[0].contiguous(), dx_TD, d_weight_D)]
+        check(loaded().rms_norm_backward(*pointers, *_sizes(x_TD), ctx.eps), "rms_norm backward")
+        return dx_TD, d_weight_D, None
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -6,31 +6,61 @@ features, r <= d rotated features (r < d: partial rotary, the rest passes throug
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slipstream.errors import StateError
-from slipstream.ops.native import dense_tokens, native_for
+from slipstream.ops.native import dense_tokens, loaded, native_for
 
 
 def rope(q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the pairs (i, i + r/2) of every head by the token's angles; returns new (q, k).
 
-    `cos` and `sin` repeat themselves in both halves, as in `cat(freqs, freqs)`.
+    `cos` and `sin` repeat themselves in both halves, as in `cat(freqs, freqs)`. Native, also with gradients, for fp32 on the CPU.
     Source: Su et al., "RoFormer", 2021, section 3.2; the pairing of halves is that of GPT-NeoX.
     """
-    (tokens, heads, dim), (_, kv_heads, _), (_, rotary) = q_THd.shape, k_TGd.shape, cos_Tr.shape
+    (tokens, _, dim), (_, kv_heads, _), (_, rotary) = q_THd.shape, k_TGd.shape, cos_Tr.shape
     if k_TGd.shape != (tokens, kv_heads, dim) or not cos_Tr.shape == sin_Tr.shape == (tokens, rotary) or rotary > dim or rotary % 2:
         shapes = [tuple(x.shape) for x in (q_THd, k_TGd, cos_Tr, sin_Tr)]
         raise StateError(f"rope: shapes {shapes}; expected q [T, H, d], k [T, G, d], cos and sin [T, r] with r even and at most d")
-    kernels = native_for(q_THd, k_TGd, cos_Tr, sin_Tr)
-    if kernels is None or not (cos_Tr.is_contiguous() and sin_Tr.is_contiguous()):
+    kernels = native_for(q_THd, k_TGd, cos_Tr, sin_Tr, training=True)
+    grad = torch.is_grad_enabled()
+    if kernels is None or (grad and (cos_Tr.requires_grad or sin_Tr.requires_grad)):
         return rope_reference(q_THd, k_TGd, cos_Tr, sin_Tr)
-    q_THd, k_TGd = dense_tokens(q_THd), dense_tokens(k_TGd)
-    q_out, k_out = torch.empty_like(q_THd), torch.empty_like(k_TGd)
+    inputs = dense_tokens(q_THd), dense_tokens(k_TGd), cos_Tr.contiguous(), sin_Tr.contiguous()
+    if grad and (q_THd.requires_grad or k_TGd.requires_grad):
+        return _Rope.apply(*inputs)  # pyright: ignore[reportReturnType]
+    return _forward(kernels, *inputs)
+
+
+def _forward(kernels: ctypes.CDLL, q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[Tensor, Tensor]:
+    q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THd, k_TGd))
     pointers = [x.data_ptr() for x in (q_THd, k_TGd, cos_Tr, sin_Tr, q_out, k_out)]
-    kernels.rope(*pointers, tokens, heads, kv_heads, q_THd.stride(0), k_TGd.stride(0), dim, rotary)
+    tokens, heads, dim = q_THd.shape
+    kernels.rope(*pointers, tokens, heads, k_TGd.shape[1], q_THd.stride(0), k_TGd.stride(0), dim, cos_Tr.shape[1])
     return q_out, k_out
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_Tr, sin_Tr)
+        return _forward(loaded(), q_THd, k_TGd, cos_Tr, sin_Tr)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos_Tr, sin_Tr = ctx.saved_tensors
+        dq_THd, dk_TGd = (x.contiguous() for x in grads)
+        q_out, k_out = torch.empty_like(dq_THd), torch.empty_like(dk_TGd)
+        pointers = [x.data_ptr() for x in (dq_THd, dk_TGd, cos_Tr, sin_Tr, q_out, k_out)]
+        tokens, heads, dim = dq_THd.shape
+        loaded().rope_backward(*pointers, tokens, heads, dk_TGd.shape[1], dim, cos_Tr.shape[1])
+        return q_out, k_out, None, None
 
 
 def rope_reference(q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[Tensor, Tensor]:
