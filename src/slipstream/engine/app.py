@@ -75,6 +75,10 @@ def _check(call: GenerateRequest) -> None:
     ):
         if not isinstance(value, int):
             raise RequestError(f"{name} = {value!r}: expected an integer")
+    if not isinstance(sampling.seed, int | None):
+        raise RequestError(f"sampling.seed = {sampling.seed!r}: expected an integer or nothing")
+    if not all(isinstance(text, str) for text in sampling.stop) or not all(isinstance(i, int) for i in sampling.stop_token_ids):
+        raise RequestError(f"sampling.stop = {sampling.stop!r}, stop_token_ids = {sampling.stop_token_ids!r}: expected texts, and integers")
     if not isinstance(call.id, str) or not call.id:
         raise RequestError(f"id = {call.id!r}: expected a non-empty string")
     if call.prompt_T.ndim != 1 or call.prompt_T.dtype.name != "int32":

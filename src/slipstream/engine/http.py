@@ -87,7 +87,10 @@ async def read_json(request: web.Request, kind: Any) -> Any:
 
 def _sent(body: bytes, path: str) -> str:
     """What the client sent at this msgspec path ('.stop[1]'), for the message; empty where the path leads nowhere."""
-    value = msgspec.json.decode(body)
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        return ""
     for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         try:
             value = value[key] if key else value[int(index)]

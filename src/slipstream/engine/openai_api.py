@@ -179,12 +179,20 @@ def _room(prompt_T: IntArray, seq_len: int, param: str) -> int:
     return seq_len - len(prompt_T)
 
 
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]], tokenizer: ChatTokenizer) -> list[IntArray]:
+def _prompts(prompt: str | list[Any], tokenizer: ChatTokenizer) -> list[IntArray]:
     if isinstance(prompt, str):
         return [tokenizer.encode(prompt)]
+    if not prompt:
+        raise FieldError("prompt", "empty: there is nothing to continue")
     if all(isinstance(entry, int) for entry in prompt):
         return [_ids(prompt, "prompt", tokenizer)]
-    return [tokenizer.encode(entry) if isinstance(entry, str) else _ids(entry, f"prompt[{i}]", tokenizer) for i, entry in enumerate(prompt)]
+    return [_one_of_several(entry, f"prompt[{i}]", tokenizer) for i, entry in enumerate(prompt)]
+
+
+def _one_of_several(entry: str | int | list[int], param: str, tokenizer: ChatTokenizer) -> IntArray:
+    if isinstance(entry, int):
+        raise FieldError(param, f"{entry} stands among texts or lists; send either one list of token ids or several texts or lists")
+    return tokenizer.encode(entry) if isinstance(entry, str) else _ids(entry, param, tokenizer)
 
 
 def _ids(ids: Any, param: str, tokenizer: ChatTokenizer) -> IntArray:

@@ -35,7 +35,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     frequency_penalty: float | None = None
@@ -105,7 +105,8 @@ class ChatBody(SamplingBody, kw_only=True):
 class CompletionBody(SamplingBody, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
+    """Text, several texts, token ids, or several lists of token ids."""
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
     best_of: int | None = None

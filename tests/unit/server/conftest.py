@@ -52,7 +52,7 @@ async def serve(folder, tokenizer):
         async def start(engine: ScriptedEngine | str, port: int = 0) -> Served:
             if isinstance(engine, str):
                 ids = tokenizer.encode(engine + "<|im_end|>").tolist()
-                engine = ScriptedEngine(lambda _: ids)
+                engine = ScriptedEngine(lambda _: ids, seq_len=512)
             driver = EngineDriver(engine)
             url, _ = await stack.enter_async_context(serving(driver, folder, "127.0.0.1", port, TOKEN))
             http = await stack.enter_async_context(aiohttp.ClientSession(url))
