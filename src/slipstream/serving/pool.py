@@ -225,7 +225,7 @@ class EnginePool:
                 raise
             except EngineError as error:
                 self._last_error = str(error)
-                log.error("%s refuses the current version: %s", replica.name, error)
+                log.error("%s does not come up: %s", replica.name, error)
                 raise EngineUnavailable(str(error)) from error
             log.info("%s is up with version %d", replica.name, state.live_version)
 
