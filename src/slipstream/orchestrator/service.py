@@ -10,7 +10,6 @@ Everything else is an exception, after the trainer was told. Knows no algorithm:
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -48,36 +47,31 @@ def main(run_folder: Path) -> int:
     """
     setproctitle("slipstream orchestrator")
     config = load(RunConfig, [run_folder / "config.toml"])
-    loop = asyncio.new_event_loop()
     with (
         closing(FolderLock(run_folder)),
         closing(Ledger(run_folder / "ledger.sqlite")) as ledger,
         MetricsWriter(run_folder, "orchestrator") as metrics,
+        # not asyncio.run: it waits for every task, and a player that swallows cancellation would keep the process for ever
+        closing(asyncio.new_event_loop()) as loop,
     ):
-        reason, lives_on = loop.run_until_complete(_run(run_folder, config, ledger, metrics))
+        reason = loop.run_until_complete(_run(run_folder, config, ledger, metrics))
         ledger.audit()
     print(f"orchestrator: {reason}", file=sys.stderr, flush=True)
-    code = {"max_steps": COMPLETE, "stop_at_eval": COMPLETE, "stopped": TERMINATED}.get(reason, FRUITLESS)
-    if lives_on:
-        os._exit(code)  # players that swallow cancellation would keep the loop, and with it the process, for ever
-    loop.close()
-    return code
+    return {"max_steps": COMPLETE, "stop_at_eval": COMPLETE, "stopped": TERMINATED}.get(reason, FRUITLESS)
 
 
-async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: MetricsWriter) -> tuple[str, bool]:
-    """(reason of the end, whether abandoned players are still running)."""
+async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: MetricsWriter) -> str:
+    """The reason of the end."""
     async with EnginePool.of_run(run_folder, config.engine.replicas) as engine:
         envs = _bind_envs(config, engine, ledger.last_state())
         parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _WithMemory(metrics), time.time)
-        orchestrator = Orchestrator(config, parts)
-        run = asyncio.create_task(orchestrator.run(), name="run")
+        run = asyncio.create_task(Orchestrator(config, parts).run(), name="run")
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, partial(run.cancel, signal.Signals(number).name))
         try:
-            reason = await run
+            return await run
         except asyncio.CancelledError:
-            reason = "stopped"
-        return reason, any(flight.lives_on for flight in orchestrator.dispatcher.abandoned)
+            return "stopped"
 
 
 def _bind_envs(config: RunConfig, engine: Engine, state: Mapping[str, Any]) -> tuple[BoundEnv, ...]:
