@@ -1,8 +1,12 @@
-"""Rollouts as parquet columns: the schema of the rollout store. Token columns are built from whole arrays, never token by token."""
+"""Rollouts as parquet columns: the schema of the rollout store. Token columns are built from whole arrays, never token by token.
+
+A turn's prompt nearly always is the turn before, whole, plus a little (a tool's answer). Only the new part is stored, with the number
+of tokens that it follows on: a rollout of many turns takes space in proportion to its length, not to its square.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,9 +68,11 @@ def _turn_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
     def each(kind: pa.DataType, values: list) -> pa.Array:
         return pa.ListArray.from_arrays(by_rollout, pa.array(values, kind))
 
+    prompts = [part for r in rollouts for part in _new_parts(r.turns)]
     pair = pa.list_(pa.int32(), 2)
     return {
-        "prompt": tokens([turn.prompt_T for turn in turns], np.int32),
+        "prompt_kept": each(pa.int32(), [kept for kept, _ in prompts]),
+        "prompt_new": tokens([new for _, new in prompts], np.int32),
         "tokens": tokens([turn.completion.tokens_N for turn in turns], np.int32),
         "logprobs": tokens([turn.completion.logprobs_N for turn in turns], np.float32),
         "versions": each(pa.list_(pair), [[list(segment) for segment in turn.completion.versions] for turn in turns]),
@@ -76,6 +82,25 @@ def _turn_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
         "kv_age": each(pa.int32(), [turn.completion.kv_age for turn in turns]),
         **{name: each(pa.float64(), [_timing(turn, name) for turn in turns]) for name in ("queued_s", "prefill_s", "decode_s")},
     }
+
+
+def whole_prompts(kept: Sequence[int], new: Sequence[list[int]], tokens: Sequence[list[int]]) -> list[list[int]]:
+    """The prompt of each turn of one rollout, from its stored parts."""
+    prompts: list[list[int]] = []
+    before: list[int] = []
+    for count, part, sampled in zip(kept, new, tokens, strict=True):
+        prompts.append(before[:count] + part)
+        before = prompts[-1] + sampled
+    return prompts
+
+
+def _new_parts(turns: Sequence[Turn]) -> Iterator[tuple[int, np.ndarray]]:
+    """For each turn: how many tokens its prompt takes over from the turn before, prompt and completion, and the rest of it."""
+    before = np.zeros(0, dtype=np.int32)
+    for turn in turns:
+        kept = len(before) if np.array_equal(turn.prompt_T[: len(before)], before) else 0
+        yield kept, turn.prompt_T[kept:]
+        before = np.concatenate([turn.prompt_T, turn.completion.tokens_N])
 
 
 def _timing(turn: Turn, name: str) -> float:

@@ -35,6 +35,7 @@ class History:
         self._tail = MetricsTail(run_folder)
         self._series: dict[str, dict[int, float]] = defaultdict(dict)
         self._samples: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        self._roles: set[str] = set()
         self.spans: list[Span] = []
         self.events: dict[str, list[Record]] = defaultdict(list)
         self.first_s: float | None = None
@@ -79,8 +80,7 @@ class History:
 
     def roles(self, kind: str) -> list[str]:
         """Names of the processes of one kind that have spoken, such as 'engine-0' and 'engine-1' for 'engine'."""
-        seen = {role for role, _ in self._samples} | {span.role for span in self.spans}
-        return sorted(role for role in seen if role.partition("-")[0] == kind)
+        return sorted(role for role in self._roles if role.partition("-")[0] == kind)
 
     def counter(self, role: str, key: str, newest: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Times and values of a cumulative counter of one process; a restart from 0 goes on from the value before.
@@ -111,6 +111,8 @@ class History:
         if time is not None:
             self.first_s = time if self.first_s is None else min(self.first_s, time)
             self.last_s = time if self.last_s is None else max(self.last_s, time)
+        if "role" in record:
+            self._roles.add(record["role"])
         if record["kind"] == "metrics":
             for key, value in record["values"].items():
                 self._samples[record["role"], key].append((record["time"], value))

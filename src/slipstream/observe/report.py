@@ -31,7 +31,7 @@ def write_report(run_folder: Path) -> Path:
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
         (Path(__file__).parent / "report.html.jinja").read_text()
     )
-    summary = summarise(run_folder)
+    summary = summarise(run_folder, history)
     recent, pairs, problem = _transcripts(run_folder)
     page = template.render(
         summary=summary,

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from slipstream.errors import WireError
-from slipstream.observe.columns import SCHEMA, to_table
+from slipstream.observe.columns import SCHEMA, to_table, whole_prompts
 from slipstream.observe.transcript import format_rollout
 from slipstream.types import Rollout
 
@@ -62,7 +62,7 @@ class RolloutWriter:
     ) -> Path:
         table = to_table(step, rollouts, advantages, dropped)
         path, temporary = self._folder / name, self._folder / f".{name}.tmp"
-        pq.write_table(table, temporary, compression="zstd", write_statistics=True)
+        pq.write_table(table, temporary, compression="zstd", use_dictionary=False)  # tokens and logprobs do not repeat
         os.replace(temporary, path)
         return path
 
@@ -140,4 +140,5 @@ def _read(path: Path, wanted: pc.Expression | None) -> Iterator[RolloutRecord]:
         record = table.slice(row, 1).to_pylist()[0]
         for column in _JSON_COLUMNS:
             record[column] = msgspec.json.decode(record[column])
+        record["prompt"] = whole_prompts(record.pop("prompt_kept"), record.pop("prompt_new"), record["tokens"])
         yield record

@@ -19,16 +19,17 @@ from slipstream.observe.history import History, intersect, merge_intervals, tota
 from slipstream.observe.ledger import read_ledger
 
 
-def summarise(run_folder: Path) -> dict[str, Any]:
+def summarise(run_folder: Path, history: History | None = None) -> dict[str, Any]:
     """The run in numbers; None where the run folder does not say.
 
     `eval_first`, `eval_last`: avg@k of the first and last evaluated policy version, mean over environments. `overlap_frac`: of the
     time during which the less busy side (all engines, or the trainer) computes, the share in which the other one computes too.
-    `lag_mean`, `mismatch_kl_mean`: weighted by loss tokens.
+    `lag_mean`, `mismatch_kl_mean`: weighted by loss tokens. `history`: of the same run, where the caller has read it already.
     """
     run_folder = Path(run_folder)
-    history = History(run_folder)
-    history.poll()
+    if history is None:
+        history = History(run_folder)
+        history.poll()
     config = read_config(run_folder)
     ledger = read_ledger(run_folder)
     steps, samples = history.series("trainer/samples/trained")

@@ -5,7 +5,7 @@ import pytest
 
 from slipstream.errors import WireError
 from slipstream.observe.rollouts import RolloutWriter, format_rollout, read_rollouts
-from slipstream.types import Outcome, Rollout, Task
+from slipstream.types import Completion, Outcome, Rollout, Sampling, Task, Turn
 
 from .synthetic import ENV, rollout, write_rollouts
 
@@ -42,6 +42,47 @@ def test_rollouts_without_turns_sit_beside_rollouts_with_turns(tmp_path):
     assert [len(record["tokens"]) for record in records] == [0, 2, 0]
     assert records[0]["reward"] is None and records[0]["messages"] == []
     assert "nobody answered" in format_rollout(records[0])
+
+
+def played(prompts, sampled):
+    turns = tuple(
+        Turn(
+            np.array(prompt, np.int32),
+            Completion(f"r/{i}", np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), (), "stop"),
+            Sampling(),
+        )
+        for i, (prompt, tokens) in enumerate(zip(prompts, sampled, strict=True))
+    )
+    return Rollout("r", Task("t", ENV, 0), "g", Outcome.completed, turns, (), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampled"),
+    [
+        ([[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]], [[3], [5], [7]]),
+        ([[1, 2], [9, 9], [9, 9, 8, 7]], [[3], [8], [6]]),
+        ([[1, 2], [1, 2], [1]], [[3], [], [4]]),
+        ([[], [5]], [[5], []]),
+    ],
+    ids=["each turn extends the one before", "context was rewritten once", "context was cut back", "empty prompt"],
+)
+def test_prompts_come_back_whole_whether_or_not_they_extend_the_turn_before(tmp_path, prompts, sampled):
+    RolloutWriter(tmp_path).write(1, [played(prompts, sampled), played(prompts[::-1], sampled)])
+    first, second = read_rollouts(tmp_path)
+    assert first["prompt"] == prompts and first["tokens"] == sampled
+    assert second["prompt"] == prompts[::-1]
+
+
+def test_a_rollout_of_many_turns_takes_space_in_proportion_to_its_length(tmp_path):
+    random = np.random.default_rng(0)
+    prompts, sampled, prompt = [], [], random.integers(0, 60_000, 50)
+    for _ in range(40):
+        tokens = random.integers(0, 60_000, 50)
+        prompts.append(prompt)
+        sampled.append(tokens)
+        prompt = np.concatenate([prompt, tokens])
+    path = RolloutWriter(tmp_path).write(1, [played(prompts, sampled)])
+    assert path.stat().st_size < 8 * 41 * 50 + 20_000
 
 
 def test_an_empty_step_is_a_file_without_rows(tmp_path):
