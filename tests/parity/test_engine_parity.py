@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.engine import runner
+from slipstream.engine import fused, runner
 from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, run, write_model
 
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 40]
@@ -139,14 +139,14 @@ def family_folder(request, tmp_path):
 def test_the_fused_step_equals_the_models_own_forward_pass(family_folder, monkeypatch):
     requests = mixed_requests(24, temperature=1.0, seed=3)
     fused_engine = make_engine(family_folder)
-    fused = run(fused_engine, requests)
+    native = run(fused_engine, requests)
     assert fused_engine._runner._fused is not None
     monkeypatch.setattr(runner, "bind", lambda *args: None)
     plain_engine = make_engine(family_folder)
     plain = run(plain_engine, requests)
     assert plain_engine._runner._fused is None
     for request in requests:
-        a, b = fused[request.id], plain[request.id]
+        a, b = native[request.id], plain[request.id]
         assert a.tokens_N.tolist() == b.tokens_N.tolist()
         np.testing.assert_allclose(a.logprobs_N, b.logprobs_N, atol=1e-5)
         if a.routing is not None:
@@ -159,3 +159,10 @@ def test_the_models_own_forward_pass_is_the_same_alone_and_in_a_batch(moe_folder
     together = run(make_engine(moe_folder, kv_memory_mib=4), mixed_requests(40))
     for request in mixed_requests(40)[::4]:
         same(run(make_engine(moe_folder), [request])[request.id], together[request.id])
+
+
+def test_models_with_large_matrices_keep_to_torchs_products(moe_folder, monkeypatch):
+    monkeypatch.setattr(fused, "MAX_MATRIX_BYTES", 1)
+    engine = make_engine(moe_folder)
+    run(engine, [ask("a", prompt(1, 9))])
+    assert engine._runner._fused is None

@@ -227,8 +227,7 @@ class EmbeddedEngine:
 
         Sequences with sampled tokens go on (`keep`), are recomputed under the new weights, or are aborted: `config.on_update`.
         """
-        previous = self._weights.number
-        if not self._weights.commit(number) or previous < 0:
+        if not self._weights.commit(number):
             return
         if self.config.on_update == "abort":
             begun = [s.id for s in (*self._scheduler.running, *self._scheduler.waiting) if s.slot >= 0 or len(s.logprobs_N)]
