@@ -17,7 +17,7 @@ SECTIONS = get_args(get_args(LossConfig)[0])
 
 def test_every_loss_has_a_heading_and_every_advantage_a_row():
     assert set(re.findall(r"^### `(\w+)`$", PAGE, re.MULTILINE)) == {*LOSSES, "custom"}
-    assert set(re.findall(r"^\| `(\w+)` \|", PAGE.split("## Advantages")[1], re.MULTILINE)) == {*ESTIMATORS, "custom"}
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE.split("## Advantages")[1], re.MULTILINE)) == {"type", *ESTIMATORS, "custom"}
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
