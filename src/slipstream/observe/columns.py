@@ -16,7 +16,7 @@ import pyarrow as pa
 from slipstream.observe.metrics import plain
 from slipstream.types import Rollout, Turn
 
-SCHEMA = b"1"
+SCHEMA = b"2"
 """In the metadata of every file, under 'slipstream_schema'."""
 
 
