@@ -104,7 +104,7 @@ class _DocAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         inputs = (*ctx.saved_tensors, grads[0].contiguous())
         q_THd, k_TGd, v_TGd = inputs[:3]
         outputs = [x.new_empty(x.shape) for x in (q_THd, k_TGd, v_TGd)]

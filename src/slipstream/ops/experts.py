@@ -61,7 +61,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID, hidden_NF = ctx.saved_tensors
         outputs = [torch.empty_like(x) for x in (x_TD, gates_TK, gate_up_EDF, down_EID)]
         inputs = (x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID, hidden_NF, grads[0].contiguous())

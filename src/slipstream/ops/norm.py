@@ -56,7 +56,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TD, weight_D = ctx.saved_tensors
         dx_TD, d_weight_D = torch.empty_like(x_TD, memory_format=torch.contiguous_format), torch.empty_like(weight_D)
         pointers = [x.data_ptr() for x in (x_TD, weight_D, grads[0].contiguous(), dx_TD, d_weight_D)]

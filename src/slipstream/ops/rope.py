@@ -53,7 +53,7 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos_Tr, sin_Tr = ctx.saved_tensors
         dq_THd, dk_TGd = (x.contiguous() for x in grads)
         q_out, k_out = torch.empty_like(dq_THd), torch.empty_like(dk_TGd)
