@@ -12,7 +12,16 @@ from safetensors.torch import save_file
 
 from slipstream.errors import ModelError, WireError
 from slipstream.trainer.publish import prune_versions, publish
-from slipstream.transport.weights import TENSORS_FILE, fingerprint_file, list_versions, read_header, read_version, verify, version_folder
+from slipstream.transport.weights import (
+    TENSORS_FILE,
+    fingerprint,
+    fingerprint_file,
+    list_versions,
+    read_header,
+    read_version,
+    verify,
+    version_folder,
+)
 
 
 def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -23,6 +32,11 @@ def test_equal_weights_have_equal_fingerprints_whatever_the_order_and_metadata(t
     save_file(tensors(), tmp_path / "one.safetensors")
     save_file(dict(reversed(tensors().items())), tmp_path / "two.safetensors", metadata={"format": "pt"})
     assert fingerprint_file(tmp_path / "one.safetensors") == fingerprint_file(tmp_path / "two.safetensors")
+
+
+def test_the_fingerprint_is_of_the_set_of_tensors():
+    rows = [("b", "F32", (2, 3), "aa"), ("a", "BF16", (4,), "bb")]
+    assert fingerprint(rows) == fingerprint(rows[::-1]) != fingerprint(rows[:1])
 
 
 @pytest.mark.parametrize(
