@@ -130,10 +130,8 @@ def throughput(history: History, bound: int | None) -> Figure | None:
     for role in history.roles("engine"):
         times, tokens = history.counter(role, "engine/tokens/generated")
         traces.append(_rate(times - origin, tokens, f"{role}: generated"))
-    times, _ = history.counter("trainer", "trainer/samples/trained")
-    steps, trained = history.series("trainer/tokens/trained")
-    if len(steps) == len(times):
-        traces.append(_rate(times - origin, np.cumsum(trained), "trained"))
+    times, trained = history.samples("trainer", "trainer/tokens/trained")
+    traces.append(_rate(times - origin, np.cumsum(trained), "trained"))
     return _figure(traces, "seconds since the start", "tokens per second")
 
 

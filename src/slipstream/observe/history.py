@@ -82,15 +82,18 @@ class History:
         """Names of the processes of one kind that have spoken, such as 'engine-0' and 'engine-1' for 'engine'."""
         return sorted(role for role in self._roles if role.partition("-")[0] == kind)
 
+    def samples(self, role: str, key: str, newest: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Times and values of a key as one process reported it, oldest first; at most the `newest` many."""
+        samples = self._samples.get((role, key), [])
+        samples = samples if newest is None else samples[-newest:]
+        return np.array([time for time, _ in samples], dtype=np.float64), np.array([value for _, value in samples], dtype=np.float64)
+
     def counter(self, role: str, key: str, newest: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Times and values of a cumulative counter of one process; a restart from 0 goes on from the value before.
 
         `newest`: only that many of the latest samples.
         """
-        samples = self._samples.get((role, key), [])
-        samples = samples if newest is None else samples[-newest:]
-        times = np.array([time for time, _ in samples], dtype=np.float64)
-        raw = np.array([value for _, value in samples], dtype=np.float64)
+        times, raw = self.samples(role, key, newest)
         if not len(raw):
             return times, raw
         growth = np.diff(raw)

@@ -87,6 +87,8 @@ def test_the_charts_show_the_numbers_of_the_run(run):
     assert np.shape(figures["experts"]["data"][0]["z"]) == (2, 4)
     generated = next(trace for trace in figures["throughput"]["data"] if trace["name"].startswith("engine-0"))
     assert generated["y"] == pytest.approx([250] * 5)
+    trained = next(trace for trace in figures["throughput"]["data"] if trace["name"] == "trained")
+    assert trained["y"] == pytest.approx([800 / 4] * 4)
 
 
 def test_the_timeline_has_a_row_for_each_process(run):
