@@ -85,11 +85,7 @@ class EnginePool:
         Raises EngineError when a replica refuses the weights.
         """
 
-        async def one(replica: Replica) -> None:
-            await replica.engine.prepare(version)
-            replica.prepared = version.number
-
-        await self._on_all(one)
+        await self._on_all(lambda replica: replica.engine.prepare(version))
         self._prepared = version
 
     async def commit(self, number: int) -> None:
@@ -97,8 +93,7 @@ class EnginePool:
         version = self._version(number)
 
         async def one(replica: Replica) -> None:
-            if replica.prepared != number:
-                await replica.engine.prepare(version)
+            await replica.engine.prepare(version)  # costs nothing where it is prepared; needed by who came back since
             await replica.engine.commit(number)
             replica.synced = True
 

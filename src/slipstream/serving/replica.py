@@ -42,7 +42,6 @@ class Replica:
         self.up = False
         self.synced = False
         self.in_flight = 0
-        self.prepared: int | None = None
         self._connect = connect
         self._endpoint: Endpoint | None = None
         self._engine: ClosableEngine | None = None
@@ -65,7 +64,6 @@ class Replica:
 
     def mark_down(self) -> None:
         self.up = self.synced = False
-        self.prepared = None
 
     async def bring_up(self, wanted: Callable[[], PolicyVersion | None]) -> EngineState:
         """Find it, and give it the wanted version when it has another one. Returns its state before that.

@@ -1,0 +1,125 @@
+"""The server with the embedded engine and a real, tiny model: in this process, and as the process that a run starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+
+import numpy as np
+import openai
+import pytest
+
+from slipstream.config import RunConfig, to_toml, validate
+from slipstream.config.serve import EngineConfig
+from slipstream.engine.driver import EngineDriver
+from slipstream.engine.engine import EmbeddedEngine
+from slipstream.engine.server import serving
+from slipstream.errors import EngineError
+from slipstream.models.maker import make_model
+from slipstream.observe.metrics import FILE
+from slipstream.serving.client import HttpEngine
+from slipstream.serving.pool import EnginePool
+from slipstream.transport.weights import fingerprint_file
+from slipstream.types import GenerateRequest, PolicyVersion, Sampling
+
+CONFIG = EngineConfig(kv_memory_mib=8, max_running=64)
+SEQ_LEN = 256
+ASK = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("real") / "tiny"
+    make_model(folder, "tiny-moe", ["the quick brown fox jumps over the lazy dog", "a calculator adds numbers"] * 3, vocab_size=400)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights(folder):
+    return PolicyVersion(1, fingerprint_file(folder / "model.safetensors")[0], 0, str(folder))
+
+
+def ask(name: str, seed: int = 0, **sampling) -> GenerateRequest:
+    return GenerateRequest(name, np.array([70, 71, 72], np.int32), Sampling(seed=seed, **sampling))
+
+
+async def test_64_requests_over_http_get_what_the_engine_gives_alone(folder):
+    alone = EmbeddedEngine(folder, CONFIG, SEQ_LEN)
+    expected = {}
+    for seed in range(64):
+        alone.add(ask(f"r{seed}/0", seed, max_tokens=4))
+        while alone.has_work:
+            expected |= {completion.id: completion.tokens_N.tolist() for completion in alone.step().finished}
+    async with (
+        serving(EngineDriver(EmbeddedEngine(folder, CONFIG, SEQ_LEN)), folder, "127.0.0.1", 0, "t") as (url, _),
+        HttpEngine(url) as client,
+    ):
+        answers = await asyncio.gather(*(client.generate(ask(f"r{seed}/0", seed, max_tokens=4)) for seed in range(64)))
+    assert {answer.id: answer.tokens_N.tolist() for answer in answers} == expected
+
+
+async def test_the_openai_package_chats_with_a_real_model_streamed_as_in_one_piece(folder):
+    engine = EmbeddedEngine(folder, CONFIG, SEQ_LEN)
+    async with AsyncExitStack() as stack:
+        url, _ = await stack.enter_async_context(serving(EngineDriver(engine), folder, "127.0.0.1", 0, "t"))
+        client = await stack.enter_async_context(openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0))
+        whole = await client.chat.completions.create(model="tiny", messages=ASK, max_tokens=24, seed=3)
+        stream = await client.chat.completions.create(model="tiny", messages=ASK, max_tokens=24, seed=3, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        again = await client.chat.completions.create(model="tiny", messages=ASK * 9, max_tokens=2)
+        again = await client.chat.completions.create(model="tiny", messages=ASK * 9, max_tokens=2)
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert whole.usage.completion_tokens <= 24
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    engine.check_integrity()
+
+
+async def test_weights_swap_while_requests_run_and_wrong_ones_are_refused(folder, weights):
+    engine = EmbeddedEngine(folder, CONFIG, SEQ_LEN)
+    async with serving(EngineDriver(engine), folder, "127.0.0.1", 0, "t") as (url, _), HttpEngine(url, "t") as client:
+        call = asyncio.create_task(client.generate(ask("long/0", max_tokens=200)))
+        await client.prepare(weights)
+        with pytest.raises(EngineError, match="cannot be prepared"):
+            await client.prepare(PolicyVersion(2, "0" * 32, 1, weights.path))
+        await client.commit(1)
+        completion = await call
+        assert (await client.state()).live_version == 1
+    assert sum(count for _, count in completion.versions) == len(completion.tokens_N)
+
+
+def start(run_folder) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "slipstream.cli", "engine", "--run", str(run_folder)]
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow
+async def test_a_killed_engine_process_comes_back_and_the_pool_goes_on_with_the_current_version(folder, weights, tmp_path):
+    config = validate(
+        RunConfig, {"model": {"path": str(folder), "seq_len": SEQ_LEN}, "envs": [{"id": "reverse-text"}], "engine": CONFIG.model_dump()}
+    )
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    process = start(tmp_path)
+    try:
+        async with EnginePool.of_run(tmp_path, replicas=1) as pool:
+            await pool.prepare(weights)
+            await pool.commit(1)
+            assert (await pool.generate(ask("a/0", max_tokens=2))).versions == ((1, 2),)
+            call = asyncio.create_task(pool.generate(ask("a/1", max_tokens=200)))
+            await asyncio.sleep(0.05)
+            process.kill()
+            process.wait()
+            process = start(tmp_path)
+            completion = await call
+            assert {version for version, _ in completion.versions} == {1}
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 20) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert not list((tmp_path / "endpoints").iterdir())
+    lines = (tmp_path / FILE).read_text()
+    assert '"engine/tokens/generated"' in lines and '"busy"' in lines
