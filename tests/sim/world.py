@@ -34,9 +34,9 @@ class Plan:
     seed: int
     config: RunConfig
     faults: Faults
-    crashes: tuple[int, ...] = ()
-    """Port calls after which the orchestrator is killed, each counted from its own start."""
-    limit_s: float = 3000.0
+    crashes: tuple[tuple[str, int], ...] = ()
+    """(port, moments): when each life of the orchestrator but the last ends, in moments before and after calls of that port."""
+    limit_s: float = 1000.0
     """Virtual seconds within which the run must be complete, whatever goes wrong."""
 
 
@@ -68,7 +68,9 @@ def plan(seed: int, **overrides: Any) -> Plan:
         "eval": evals,
     }
     faults = draw_faults(rng)
-    crashes = tuple(rng.randint(5, 400) for _ in range(rng.choice((0, 0, 1, 1, 2))))
+    crashes = tuple(
+        rng.choice((("engine", rng.randint(5, 400)), ("outbox", rng.randint(1, 16)))) for _ in range(rng.choice((0, 0, 1, 1, 2)))
+    )
     return replace(Plan(seed, RunConfig.model_validate(values), faults, crashes), **overrides)
 
 
@@ -98,7 +100,8 @@ def draw_faults(rng: random.Random) -> Faults:
 class Wire:
     """The orchestrator's side of a port. The process can be killed before and after any call; then nothing gets through any more."""
 
-    def __init__(self, target: Any, world: World):
+    def __init__(self, name: str, target: Any, world: World):
+        self._name = name
         self._target = target
         self._world = world
 
@@ -111,9 +114,9 @@ class Wire:
     def _wired(self, method: Any) -> Any:
 
         async def call(*args: Any) -> Any:
-            await self._world.moment()
+            await self._world.moment(self._name)
             result = await method(*args)
-            await self._world.moment()
+            await self._world.moment(self._name)
             return result
 
         return call
@@ -126,7 +129,8 @@ class World:
     plan: Plan
     path: Path
     trace: Trace = field(default_factory=Trace)
-    moments_left: float = float("inf")
+    crash: tuple[str, int] | None = None
+    """Port and moments left until the orchestrator dies."""
     starts: int = 0
     reason: str | None = None
     orchestrators: list[Orchestrator] = field(default_factory=list)
@@ -141,11 +145,13 @@ class World:
         self.metrics = FakeMetrics()
         self.killed = asyncio.Event()
 
-    async def moment(self) -> None:
-        """One of the moments at which the orchestrator may die."""
-        self.moments_left -= 1
-        if self.moments_left <= 0:
-            self.killed.set()
+    async def moment(self, port: str) -> None:
+        """One of the moments at which the orchestrator may die. After its death nothing gets through any more."""
+        if self.crash is not None and self.crash[0] == port:
+            self.crash = (port, self.crash[1] - 1)
+            if self.crash[1] <= 0:
+                self.killed.set()
+        if self.killed.is_set():
             await asyncio.sleep(FOREVER_S)
 
     async def run(self) -> None:
@@ -154,7 +160,7 @@ class World:
         crashes = list(self.plan.crashes)
         async with asyncio.timeout(self.plan.limit_s):
             while self.reason is None:
-                self.moments_left = crashes.pop(0) if crashes else float("inf")
+                self.crash = crashes.pop(0) if crashes else None
                 await self._life()
         around[0].cancel()
         self.check()
@@ -181,7 +187,7 @@ class World:
 
     def _orchestrator(self, ledger: Ledger) -> Orchestrator:
         config, loop = self.plan.config, asyncio.get_running_loop()
-        engine, state = Wire(self.engine, self), ledger.last_state()
+        engine, state = Wire("engine", self.engine, self), ledger.last_state()
         envs = []
         for env in config.envs:
             player = FakePlayer(engine, self.rng, self.plan.faults, self.trace)
@@ -190,12 +196,23 @@ class World:
             if state:
                 curriculum = Curriculum.from_state(config.orchestrator.curriculum, tasks, config.seed, state["curricula"][env.label])
             envs.append(BoundEnv(env, FakeEnv(env.label, tasks), self._watched(player), player, curriculum))
-        parts = Parts(tuple(envs), engine, Wire(self.trainer, self), ledger, Wire(self.store, self), self.metrics, loop.time, DEADLINES)
+        parts = Parts(
+            tuple(envs),
+            engine,
+            Wire("outbox", self.trainer, self),
+            ledger,
+            Wire("store", self.store, self),
+            self.metrics,
+            loop.time,
+            DEADLINES,
+        )
         return Orchestrator(config, parts)
 
     def _watched(self, player: FakePlayer) -> Any:
         async def play(task: Task, rollout_id: str, group_id: str, version_start: int) -> Rollout:
             self.trace(f"start {rollout_id} v{version_start}")
+            oldest = self.orchestrators[-1].step - 1 - self.plan.config.orchestrator.max_off_policy_steps
+            assert version_start >= oldest, f"{rollout_id} was issued at version {version_start}, too old for every batch to come"
             assert rollout_id not in self.playing, f"{rollout_id} is played twice"
             self.playing.add(rollout_id)
             return await player(task, rollout_id, group_id, version_start)

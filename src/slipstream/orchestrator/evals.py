@@ -19,9 +19,10 @@ from slipstream.orchestrator.dispatch import CANCEL_GRACE_S, Flight, draw
 from slipstream.ports import Env, Player
 from slipstream.types import Outcome, Rollout, Task
 
-TRIES = 3
+TRIES = 4
 """Plays of one evaluation rollout before it is left out: failures of infrastructure and other versions are not the policy's fault."""
-RETRY_DELAY_S = 1.0
+RETRY_DELAYS_S = (1.0, 4.0, 16.0)
+"""Together longer than a supervisor needs to bring an engine back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,16 @@ class Evaluator:
     async def run(self, version: int) -> tuple[dict[str, EvalResult], list[Rollout]]:
         """Evaluate `version`, which is live and stays so. Results by environment, and all rollouts.
 
-        Waits for: its own rollouts, each of which ends by `rollout_timeout_s` and is tried `TRIES` times.
+        Waits for: its own rollouts, each of which ends by `rollout_timeout_s` and is tried `TRIES` times. Where an environment got no grade
+        at all, everything is played again, for as long as the caller waits: no grade is not a score of 0.
         """
+        while True:
+            results, rollouts = await self._play_all(version)
+            if all(result.samples for result in results.values()):
+                return results, rollouts
+            await asyncio.sleep(RETRY_DELAYS_S[0])
+
+    async def _play_all(self, version: int) -> tuple[dict[str, EvalResult], list[Rollout]]:
         jobs: deque[tuple[EnvConfig, Player, Task, str]] = deque()
         for config, env, player in self._envs:
             for index in range(min(self._config.tasks, env.num_tasks("eval"))):
@@ -124,7 +133,7 @@ class Evaluator:
             attempt += 1
             if attempt == TRIES:
                 return _ungraded(rollout)
-            await asyncio.sleep(RETRY_DELAY_S)
+            await asyncio.sleep(RETRY_DELAYS_S[attempt - 1])
 
     async def _fly(self, config: EnvConfig, player: Player, task: Task, id: str, version: int) -> Rollout:
         blank = Rollout(id, task, f"e{version:06d}", Outcome.cut, version_start=version, started_s=self._wall())

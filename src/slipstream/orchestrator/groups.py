@@ -45,12 +45,12 @@ class Open:
 
 
 async def play_group(
-    group: Open, config: OrchestratorConfig, ended: Callable[[Rollout], None], stopping: Callable[[], bool] = lambda: False
+    group: Open, config: OrchestratorConfig, ended: Callable[[Rollout], None], may_retry: Callable[[], bool] = lambda: True
 ) -> Group:
     """Task -> Group: wait until all rollouts ended, or for `group_grace_s` after a quorum of gradable ones; the rest is cut.
 
     Waits for: the pending flights, each of which ends by its own deadline. Woken by: their ends, and the grace. Calls `ended` once for
-    each rollout. One that failed for reasons of infrastructure is issued again, `infra_retries` times, unless `stopping`.
+    each rollout. One that failed for reasons of infrastructure is issued again, `infra_retries` times, while it `may_retry`.
     """
     loop = asyncio.get_running_loop()
     quorum = max(math.ceil(config.group_quorum * len(group.pending)), config.min_group)  # fewer would be dropped as too small
@@ -63,7 +63,7 @@ async def play_group(
         for flight in landed:
             rollout = flight.ended.result()
             ended(rollout)
-            if rollout.outcome is Outcome.infra_error and flight.attempt < config.infra_retries and not stopping():
+            if rollout.outcome is Outcome.infra_error and flight.attempt < config.infra_retries and may_retry():
                 group.pending.append(group.issue(flight.attempt + 1))
             else:
                 group.add(rollout)

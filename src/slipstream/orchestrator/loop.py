@@ -259,6 +259,10 @@ class Orchestrator:
         """The next task. Its randomness comes from the seed and the number of the group, so there is no generator to save."""
         return draw(bound.env, "train", bound.curriculum.next(np.random.default_rng((self.config.seed, self._groups))))
 
+    def _may_retry(self) -> bool:
+        oldest = oldest_version(self.step, self.settings.max_off_policy_steps)
+        return self.reason is None and self.live is not None and self.live >= oldest
+
     async def _play(self, group: Open, bound: BoundEnv) -> None:
         """One group, from its rollouts in flight to ready rollouts. Waits for its rollouts; see groups.play_group."""
 
@@ -266,7 +270,7 @@ class Orchestrator:
             self.queue.ended(rollout, draining=self.reason is not None)
             self._can_collect.set()
 
-        closed = await play_group(group, self.settings, ended, lambda: self.reason is not None)
+        closed = await play_group(group, self.settings, ended, self._may_retry)
         del self.open[group.id]
         verdict = judge(closed, bound.config, self.settings.filters, self.settings.min_group, self.config.model.seq_len)
         self.queue.admit(bound.config.label, verdict)
@@ -368,7 +372,7 @@ class Orchestrator:
             metrics.event("eval", version=version, env=env, **fields)
             metrics.log(version, {f"orchestrator/eval/{env}/{name}": fields[name] for name in ("avg_at_k", "pass_at_k", "reward_mean")})
         target, reached = self.config.stop_at_eval, sum(result.avg_at_k for result in results.values()) / len(results)
-        if target is not None and reached >= target and all(result.samples for result in results.values()):
+        if target is not None and reached >= target:
             self.stop("stop_at_eval")
 
     # ---- waiting ----

@@ -84,17 +84,32 @@ def test_a_rollout_in_which_another_version_had_a_part_is_played_again():
 
 def test_what_never_gets_a_grade_is_left_out_and_counted():
     async def hang(task, id, group_id, version):
-        await asyncio.sleep(1e6)
+        await asyncio.sleep(1e6 if task.index == 1 else 1.0)
+        return rollout(id, versions=((7, 2),), task=task)
 
     result, rollouts, seconds, _ = evaluate(hang, tasks=2)
-    assert (result.samples, result.ungraded) == (0, 2)
-    assert {r.outcome for r in rollouts} == {Outcome.cut}
-    assert seconds == 32.0  # three tries of 10 s, with a second between
+    assert (result.samples, result.ungraded) == (1, 1)
+    assert rollouts[1].outcome is Outcome.cut
+    assert seconds == 61.0  # four tries of 10 s, with 1, 4 and 16 s between
+
+
+def test_no_grade_at_all_is_not_a_score_of_zero():
+    """An engine that is away for a while: everything is played again once it answers."""
+
+    async def play(task, id, group_id, version):
+        if asyncio.get_running_loop().time() < 100.0:
+            return rollout(id, outcome=Outcome.infra_error, task=task)
+        return rollout(id, versions=((7, 2),), task=task)
+
+    result, _, seconds, _ = evaluate(play, tasks=2)
+    assert (result.avg_at_k, result.samples) == (1.0, 2)
+    assert seconds > 100.0
 
 
 def test_a_mixed_version_is_no_grade_even_at_the_last_try():
     async def play(task, id, group_id, version):
-        return rollout(id, versions=((6, 2),), task=task)
+        return rollout(id, versions=((6 if task.index else 7, 2),), task=task)
 
-    result, rollouts, _, _ = evaluate(play, tasks=1)
-    assert (result.samples, rollouts[0].reward, rollouts[0].outcome) == (0, None, Outcome.infra_error)
+    result, rollouts, _, _ = evaluate(play, tasks=2)
+    assert result.samples == 1
+    assert (rollouts[1].reward, rollouts[1].outcome) == (None, Outcome.infra_error)
