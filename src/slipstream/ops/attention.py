@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -190,19 +191,36 @@ def paged_attention_reference(
     context_S: Tensor,
     scale: float,
 ) -> Tensor:
-    """The same in plain torch, one sequence at a time."""
-    block_tokens, out_THd = k_cache_NBGd.shape[1], torch.empty_like(q_THd)
-    starts, contexts = query_starts_S1.tolist(), context_S.tolist()
-    for s, context in enumerate(contexts):
-        begin, end = starts[s], starts[s + 1]
-        blocks = block_table_SB[s, : -(-context // block_tokens)].long()
-        k, v = (cache[blocks].flatten(0, 1)[:context].float().transpose(0, 1) for cache in (k_cache_NBGd, v_cache_NBGd))
-        q = q_THd[begin:end].float().transpose(0, 1)
-        position = torch.arange(context - (end - begin), context, device=q.device)
-        seen = torch.arange(context, device=q.device) <= position[:, None]
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, scale=scale, enable_gqa=q.shape[0] != k.shape[0])
-        out_THd[begin:end] = out[0].transpose(0, 1).to(q_THd.dtype)
+    """The same in plain torch: decoding sequences together, prefill chunks one at a time."""
+    out_THd, starts = torch.empty_like(q_THd), query_starts_S1.tolist()
+    lengths = [end - begin for begin, end in pairwise(starts)]
+    decoding, chunks = [s for s, n in enumerate(lengths) if n == 1], [[s] for s, n in enumerate(lengths) if n > 1]
+    for group in ([decoding] if decoding else []) + chunks:
+        first_S = torch.tensor([starts[s] for s in group], device=q_THd.device)
+        row_SQ = first_S[:, None] + torch.arange(starts[group[0] + 1] - starts[group[0]], device=q_THd.device)
+        out = _padded_attention(q_THd[row_SQ], k_cache_NBGd, v_cache_NBGd, block_table_SB[group], context_S[group], scale)
+        out_THd[row_SQ] = out.to(q_THd.dtype)
     return out_THd
+
+
+def _padded_attention(
+    q_SQHd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, block_table_SB: Tensor, context_S: Tensor, scale: float
+) -> Tensor:
+    """Sequences with equally many queries, contexts padded to the longest (C). What lies behind a context is replaced by zeros."""
+    block, queries, longest = k_cache_NBGd.shape[1], q_SQHd.shape[1], int(context_S.max())
+    place_C = torch.arange(longest, device=q_SQHd.device)
+    exists_SC = place_C < context_S[:, None]
+    slots_SC = block_table_SB.long()[:, place_C // block] * block + place_C % block
+    slots_SC = slots_SC.where(exists_SC, 0)
+    k, v = (
+        cache.flatten(0, 1)[slots_SC].float().masked_fill(~exists_SC[:, :, None, None], 0).transpose(1, 2)
+        for cache in (k_cache_NBGd, v_cache_NBGd)
+    )
+    position_SQ = (context_S - queries)[:, None] + torch.arange(queries, device=q_SQHd.device)
+    seen = place_C <= position_SQ[:, None, :, None]
+    q = q_SQHd.float().transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
 def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, slots_T: Tensor) -> None:

@@ -47,7 +47,7 @@ def test_slices_of_a_fused_projection_need_no_copy():
 @pytest.mark.parametrize("heads", [(4, 2, 32), (4, 4, 24), (8, 1, 64), (2, 2, 8), (6, 2, 128)])
 @pytest.mark.parametrize("block", [1, 5, 16, 64])
 def test_paged_attention_equals_its_reference_in_a_mixed_batch(heads, block):
-    queries, contexts = [1, 17, 1, 4, 1], [1, 17, 63, 70, 200]
+    queries, contexts = [1, 17, 1, 4, 0, 1], [1, 17, 63, 70, 5, 200]
     inputs = paged_inputs(queries, contexts, *heads, block)
     ours, theirs = paged_attention(*inputs, scale=0.3), paged_attention_reference(*inputs, scale=0.3)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -60,7 +60,7 @@ def test_paged_attention_survives_scores_of_any_size():
 
 
 def test_paged_attention_never_reads_behind_the_context():
-    inputs = paged_inputs([2, 1], [21, 9], 4, 2, 16, 8)
+    inputs = paged_inputs([2, 1, 1], [21, 9, 24], 4, 2, 16, 8)
     expected = paged_attention(*inputs, scale=0.2)
     k_cache, v_cache, table, contexts = inputs[1], inputs[2], inputs[3], inputs[5]
     for s, context in enumerate(contexts.tolist()):
@@ -68,6 +68,7 @@ def test_paged_attention_never_reads_behind_the_context():
             k_cache[table[s, place // 8], place % 8] = torch.nan
             v_cache[table[s, place // 8], place % 8] = torch.nan
     assert torch.equal(paged_attention(*inputs, scale=0.2), expected)
+    torch.testing.assert_close(paged_attention_reference(*inputs, scale=0.2), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_gets_bitwise_the_same_attention_as_a_decode_row_and_in_a_prefill_chunk():
