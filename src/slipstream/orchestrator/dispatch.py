@@ -61,10 +61,9 @@ class Flight:
         if not self.ended.done():
             self.ended.set_result(_without_reward(self.blank, self._verdict or Outcome.cut))
 
-    @property
-    def lives_on(self) -> bool:
-        """Abandoned, and still running."""
-        return not self._task.done()
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Call once the player itself has returned, however late."""
+        self._task.add_done_callback(lambda task: call())
 
 
 class Dispatcher:
@@ -73,7 +72,10 @@ class Dispatcher:
     def __init__(self, ledger: Ledger, wall: Callable[[], float], grace_s: float = CANCEL_GRACE_S):
         """`wall`: seconds since the epoch."""
         self.flights: dict[str, Flight] = {}
-        self.abandoned: list[Flight] = []
+        self.abandoned = 0
+        """Players so far that did not end when they were cancelled."""
+        self.late = 0
+        """Those that returned in the end; their results were ignored."""
         self.infra_streak = 0
         self.infra_opens_at = 0.0
         """Loop time before which nothing new should start, because rollouts fail for reasons of infrastructure."""
@@ -106,20 +108,19 @@ class Dispatcher:
         if flights:
             await asyncio.wait([flight.ended for flight in flights])
 
-    @property
-    def late(self) -> int:
-        """Abandoned players that returned in the end; their results were ignored."""
-        return sum(not flight.lives_on for flight in self.abandoned)
-
     def _landed(self, flight: Flight, rollout: Rollout) -> None:
-        del self.flights[rollout.id]
+        del self.flights[flight.blank.id]
         if flight.abandoned:
-            self.abandoned.append(flight)
+            self.abandoned += 1
+            flight.when_over(self._count_late)
         if rollout.outcome is Outcome.infra_error:
             self.infra_streak += 1
             self.infra_opens_at = asyncio.get_running_loop().time() + infra_delay(self.infra_streak)
         elif rollout.outcome.gradable:
             self.infra_streak, self.infra_opens_at = 0, 0.0
+
+    def _count_late(self) -> None:
+        self.late += 1
 
 
 async def _play(player: Player, blank: Rollout, delay: float) -> Rollout:
@@ -134,10 +135,14 @@ def _result(task: asyncio.Task[Rollout], blank: Rollout, verdict: Outcome | None
         return _without_reward(blank, verdict or Outcome.infra_error, "" if verdict else "the player was cancelled from inside")
     error = task.exception()
     if verdict is not None:
-        return _without_reward(blank if error else task.result(), verdict)
+        kept = None if error else task.result()
+        return _without_reward(kept if isinstance(kept, Rollout) and kept.id == blank.id else blank, verdict)
     if error is not None:
         return _without_reward(blank, outcome_of(error), f"{type(error).__name__}: {' '.join(str(error).split())}")
-    return task.result()
+    rollout = task.result()
+    if not isinstance(rollout, Rollout) or rollout.id != blank.id:
+        return _without_reward(blank, Outcome.env_error, f"the player returned {str(rollout)[:80]} instead of rollout {blank.id}")
+    return rollout
 
 
 def draw(env: Env, split: str, index: int) -> Task:

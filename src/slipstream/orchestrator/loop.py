@@ -344,7 +344,7 @@ class Orchestrator:
             "orchestrator/concurrency/limit": self.limit,
             "orchestrator/loop/lag_s": self._loop_lag_s,
             "orchestrator/loop/missed_wakes": self.missed_wakes,
-            "orchestrator/abandoned/count": len(self.dispatcher.abandoned),
+            "orchestrator/abandoned/count": self.dispatcher.abandoned,
             "orchestrator/curriculum/retired": sum(bound.curriculum.num_retired for bound in self.parts.envs),
         }
         metrics.log(step, values)

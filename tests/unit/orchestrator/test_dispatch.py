@@ -66,7 +66,7 @@ def test_a_result_that_comes_after_the_verdict_keeps_its_turns_but_no_reward():
         try:
             await asyncio.sleep(1e6)
         except asyncio.CancelledError:
-            return rollout()
+            return rollout("g1-0")
 
     result, _, flight = fly(stubborn)
     assert (result.outcome, result.reward, len(result.turns), flight.abandoned) == (Outcome.cut, None, 1, False)
@@ -84,6 +84,16 @@ def test_an_error_of_a_player_is_sorted_by_its_class_and_never_a_reward(error, o
 
 def test_a_player_that_cancels_itself_failed():
     assert fly(raising(asyncio.CancelledError()))[0].outcome is Outcome.infra_error
+
+
+@pytest.mark.parametrize("returned", [None, rollout("another")])
+def test_a_player_that_returns_something_else_failed(returned):
+    async def play(*args):
+        return returned
+
+    result, _, _ = fly(play)
+    assert (result.id, result.outcome) == ("g1-0", Outcome.env_error)
+    assert "instead of rollout g1-0" in result.error
 
 
 def dispatched(script):
@@ -115,7 +125,7 @@ def test_every_slot_is_free_again_whatever_the_player_does():
         flights = [dispatcher.issue(play, TASK, f"g1-{i}", "g1", 0, 10.0) for i, play in enumerate(plays)]
         await asyncio.wait([flight.ended for flight in flights])
         await asyncio.sleep(0)
-        before = (len(dispatcher.flights), len(dispatcher.abandoned), dispatcher.late)
+        before = (len(dispatcher.flights), dispatcher.abandoned, dispatcher.late)
         await asyncio.sleep(200)
         return before, dispatcher.late
 
