@@ -75,14 +75,26 @@ def test_chunked_prefill_equals_one_shot_prefill(moe_folder, budget):
         same(once[request.id], chunked[request.id])
 
 
-def test_a_prefix_hit_gives_the_same_completion_and_the_same_routing_rows(moe_folder, reference):
+@pytest.mark.parametrize(("length", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (30, 28), (32, 28)])
+def test_a_prefix_hit_gives_the_same_completion_and_the_same_routing_rows(moe_folder, reference, length, cached):
     engine = make_engine(moe_folder)
-    prompt_T = prompt(3, 30)
+    prompt_T = prompt(3, length)
     first = run(engine, [ask("first", prompt_T)])["first"]
     hit = run(engine, [ask("hit", prompt_T)])["hit"]
-    assert (first.cached_tokens, hit.cached_tokens) == (0, 28)
+    assert (first.cached_tokens, hit.cached_tokens) == (0, cached), "whole blocks, but never the token that is sampled from"
     same(first, hit)
     reference.check_greedy(prompt_T, hit)
+
+
+def test_a_block_that_an_aborted_prefill_left_half_filled_is_never_found(moe_folder, reference):
+    engine = make_engine(moe_folder, max_step_tokens=6, max_running=4)
+    prompt_T = prompt(3, 20)
+    engine.add(ask("cut", prompt_T))
+    engine.step()
+    engine.abort(["cut"])
+    done = run(engine, [ask("next", prompt_T)])["next"]
+    assert done.cached_tokens == 4
+    reference.check_greedy(prompt_T, done)
 
 
 def test_the_next_turn_hits_the_blocks_that_the_last_one_generated(moe_folder, reference):

@@ -53,8 +53,6 @@ class Sequence:
 
     def stamp(self, version: int, sampled: int) -> None:
         """From completion index `sampled` on, `version` samples. Called at first admission and at each commit."""
-        if self.stamps and self.stamps[-1][1] == sampled:
-            self.stamps.pop()
         if not self.stamps or self.stamps[-1][0] != version:
             self.stamps.append((version, sampled))
 

@@ -105,6 +105,17 @@ def test_prepare_changes_nothing_until_commit_and_both_are_idempotent(moe_folder
     assert (engine.state().live_version, engine.state().prepared_version) == (1, None)
 
 
+def test_preparing_the_next_version_leaves_the_live_one_as_it_is(moe_folder, other_folder, second, tmp_path):
+    engine = make_engine(moe_folder)
+    swap(engine, second)
+    for number in (2, 3):
+        engine.prepare(publish(moe_folder, tmp_path / f"v{number}", number))
+        done = run(engine, [ask(f"r{number}", prompt(1, 9), salt=number)])[f"r{number}"]
+        Reference(other_folder).check_greedy(prompt(1, 9), done)
+    with pytest.raises(EngineError, match="prepared is 3, live is 1"):
+        engine.commit(2)
+
+
 def test_versions_alternate_without_mixing_weights(moe_folder, other_folder, tmp_path):
     engine = make_engine(moe_folder)
     references = [Reference(moe_folder), Reference(other_folder)]
