@@ -35,18 +35,17 @@ def run_config(name: str, model: Path, changes: Mapping[str, Any]) -> RunConfig:
     return validate(RunConfig, merge(merge(base, own), changes))
 
 
-def warm_model(sft_steps: int | None = None) -> Path:
-    """models/bench-<fingerprint>-warm: the quickstart's model after its warm-up (of `sft_steps`); made when it is not there."""
+def warm_model() -> Path:
+    """models/bench-<fingerprint>-warm: the quickstart's model after its warm-up; made (in minutes) when it is not there."""
     config = load(RunConfig, [QUICKSTART])
     assert config.sft is not None
-    sft = config.sft if sft_steps is None else config.sft.replace(steps=sft_steps)
-    made_of = [sft.model_dump(mode="json"), [env.model_dump(mode="json") for env in config.envs], config.trainer.row_tokens]
+    made_of = [config.sft.model_dump(mode="json"), [env.model_dump(mode="json") for env in config.envs], config.trainer.row_tokens]
     fingerprint = xxhash.xxh3_64_hexdigest(json.dumps(made_of, sort_keys=True).encode())[:8]
     warm = ROOT / "models" / f"bench-{fingerprint}-warm"
     if not (warm / "config.json").exists():
         raw = warm.with_name(f"bench-{fingerprint}")
         slipstream("make-model", str(raw), "--preset", "tiny-moe", "--env", "calculator")
-        slipstream("sft", str(QUICKSTART), "--model", str(raw), "--out", str(warm), "--set", f"sft.steps={sft.steps}")
+        slipstream("sft", str(QUICKSTART), "--model", str(raw), "--out", str(warm))
     return warm
 
 

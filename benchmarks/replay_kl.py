@@ -48,10 +48,10 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="an HF folder of a mixture of experts; default: the quickstart's model after its warm-up"
     )
-    parser.add_argument("--quick", action="store_true", help="2,000 tokens of a hardly trained model: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="2,000 tokens: to see that it works")
     args = parser.parse_args()
     tokens = 2_000 if args.quick else args.tokens
-    config = run_config("bench-replay", args.model or warm_model(60 if args.quick else None), {})
+    config = run_config("bench-replay", args.model or warm_model(), {})
     torch.set_num_threads(1)
     model = load_model(config.model.path)
 
