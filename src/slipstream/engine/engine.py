@@ -27,7 +27,7 @@ from slipstream.engine.scheduler import Plan, Scheduler
 from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.engine.stops import StopText
 from slipstream.engine.weights import LiveWeights
-from slipstream.errors import ConfigError, EngineError, EngineUnavailable, RequestError
+from slipstream.errors import ConfigError, EngineUnavailable, RequestError
 from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion, Routing
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -344,6 +344,3 @@ def _check_sampling(request: GenerateRequest) -> None:
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise RequestError(f"request {request.id}: {name} = {getattr(s, name)!r} is out of range")
-
-
-__all__ = ["EmbeddedEngine", "EngineError", "StepResult"]
