@@ -27,17 +27,19 @@ from slipstream.errors import WireError
 MAGIC = b"SLIP"
 SCHEMA = 1
 _ALIGN = 16
-_DTYPES = {"uint8", "uint16", "int32", "int64", "float32", "bool"}
+_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "int32", "int64", "float32", "bool")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # dtype.name is computed at every access; byte-swapped dtypes are not here
 
 
 def encode(kind: str, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     """One message. `meta` holds plain msgpack values; `arrays` may be of any shape, in the dtypes of `_DTYPES`."""
     table, chunks, offset = [], [], 0
     for name, array in arrays.items():
-        if array.dtype.name not in _DTYPES:
+        dtype = _NAMES.get(array.dtype)
+        if dtype is None:
             raise WireError(f"{kind}: array {name!r} has dtype {array.dtype}; expected one of {sorted(_DTYPES)}")
         raw = np.ascontiguousarray(array).tobytes()
-        table.append([name, array.dtype.name, list(array.shape), offset, len(raw)])
+        table.append([name, dtype, list(array.shape), offset, len(raw)])
         pad = -len(raw) % _ALIGN
         chunks.append(raw)
         chunks.append(b"\0" * pad)
@@ -73,6 +75,7 @@ def decode(data: bytes | memoryview, kind: str) -> tuple[dict[str, Any], dict[st
 
 def _array(view: memoryview, base: int, kind: str, name: str, dtype: str, shape: list[int], offset: int, size: int) -> np.ndarray:
     start = base + offset
-    if dtype not in _DTYPES or start + size > len(view) or math.prod(shape) * np.dtype(dtype).itemsize != size:
+    known = _DTYPES.get(dtype)
+    if known is None or start + size > len(view) or math.prod(shape) * known.itemsize != size:
         raise WireError(f"{kind}: array {name!r} ({dtype} {shape}, {size} bytes at {offset}) does not fit the message")
-    return np.frombuffer(view[start : start + size], dtype=dtype).reshape(shape)
+    return np.frombuffer(view[start : start + size], dtype=known).reshape(shape)
