@@ -191,7 +191,7 @@ TRAINER = (
 ORCHESTRATOR = (
     Metric(
         "orchestrator/reward/mean",
-        "Mean reward of the rollouts in this batch, before any advantage.",
+        "Mean reward of every rollout with a reward that ended since the last step, before filters and advantages.",
         "reward",
         "rises",
         "Flat from the start: tasks too hard or too easy (see `orchestrator/filter/<name>`). Falling: lower the learning rate or lag.",
@@ -205,7 +205,7 @@ ORCHESTRATOR = (
     ),
     Metric(
         "orchestrator/success/<env>/frac",
-        "Share of this batch's rollouts of the environment with a reward of at least `eval.success_reward`.",
+        "Share of the environment's rollouts that ended since the last step with a reward of at least `eval.success_reward`.",
         "fraction",
         "rises; most informative between 0.2 and 0.8",
         "Stuck at 0 or 1: nothing to learn from; change the task mix or let the curriculum retire tasks.",

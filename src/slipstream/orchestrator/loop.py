@@ -30,11 +30,11 @@ from slipstream.orchestrator.pack import make_batch
 from slipstream.orchestrator.publish import Metrics, Publisher
 from slipstream.orchestrator.queue import ReadyQueue
 from slipstream.orchestrator.staleness import Ready, batch_hash, check_lag, oldest_version, room
-from slipstream.orchestrator.step_metrics import batch_metrics, counted
+from slipstream.orchestrator.step_metrics import batch_metrics, counted, reward_metrics
 from slipstream.orchestrator.store import Outbox, Store
 from slipstream.orchestrator.waits import Deadlines, Wake, persist
 from slipstream.ports import Engine, Env, Player
-from slipstream.types import Task
+from slipstream.types import Rollout, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,17 +324,17 @@ class Orchestrator:
         ledger.check(sum(len(group.pending) for group in groups), sum(group.num_gradable for group in groups) + len(self.queue.items))
         await persist(lambda: trainer.release(step), send_s, f"batch {step}")
         ledger.sent(step)
-        self._report(step, taken, lags)
+        self._report(step, taken, closed, lags)
 
     def _state(self, step: int) -> dict[str, Any]:
         """What a restart after this step continues from."""
         curricula = {label: bound.curriculum.state() for label, bound in self.envs.items()}
         return {"step": step, "groups": self._groups, "credits": self._credits, "curricula": curricula}
 
-    def _report(self, step: int, taken: list[Ready], lags: dict[int, int]) -> None:
+    def _report(self, step: int, taken: list[Ready], closed: list[Rollout], lags: dict[int, int]) -> None:
         ledger, metrics = self.parts.ledger, self.parts.metrics
         self.waited["update"], self.publisher.waited_s = self.publisher.waited_s, 0.0
-        values = batch_metrics(taken, lags, self.config.eval.success_reward)
+        values = batch_metrics(taken, lags) | reward_metrics(closed, self.config.eval.success_reward)
         values |= counted("orchestrator/rollouts", ledger.outcomes) | counted("orchestrator/dropped", ledger.dropped)
         values |= counted("orchestrator/filter", self.queue.caught)
         values |= {f"orchestrator/time/wait_{name}_s": self.waited[name] for name in ("ready", "update", *Hold)}

@@ -78,8 +78,8 @@ def _bind_envs(config: RunConfig, engine: Engine, state: Mapping[str, Any]) -> t
     """Environments with their players, and their curricula as they were at the last step."""
     tokenizer = ChatTokenizer.load(config.model.path)
     bound = []
-    for index, env_config in enumerate(config.envs):
-        env = load_env(env_config, config.seed + index)
+    for env_config in config.envs:
+        env = load_env(env_config, config.seed)
         player = partial(EnvPlayer, env, engine, tokenizer, env_config, config.model.seq_len)
         curriculum = _curriculum(config, env.num_tasks("train"), state.get("curricula", {}).get(env_config.label))
         bound.append(BoundEnv(env_config, env, player(), player(sampling=eval_sampling(env_config, config.eval)), curriculum))
