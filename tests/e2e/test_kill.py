@@ -50,7 +50,9 @@ def run_with_kills(job: Job, name: str, role: str, seed: int) -> int:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found.send_signal(signal.SIGKILL)
                 kills += 1
-        output = process.stdout.read() if process.stdout else ""
+        assert process.stdout is not None
+        with process.stdout as pipe:
+            output = pipe.read()
         if process.returncode == 0:
             return kills
         assert "--resume" in output, output

@@ -18,26 +18,26 @@ class BySamples(Section):
     """A batch is a fixed number of samples."""
 
     type: Literal["samples"] = "samples"
-    samples: int = Field(64, ge=1)
+    samples: int = Field(default=64, ge=1)
 
 
 class ByTokens(Section):
     """A batch is closed by the sample that brings it to this many tokens; what is over is carried to the next."""
 
     type: Literal["tokens"] = "tokens"
-    tokens: int = Field(16384, ge=1)
+    tokens: int = Field(default=16384, ge=1)
 
 
 class ConcurrencyConfig(Section):
     """How many rollouts run at once: grown while the engine has room, cut when its KV cache is tight."""
 
-    initial: int = Field(64, ge=1)
-    min: int = Field(8, ge=1)
-    max: int = Field(256, ge=1)
+    initial: int = Field(default=64, ge=1)
+    min: int = Field(default=8, ge=1)
+    max: int = Field(default=256, ge=1)
     adaptive: bool = True
-    kv_high_frac: float = Field(0.9, gt=0, le=1)
+    kv_high_frac: float = Field(default=0.9, gt=0, le=1)
     """Cut concurrency above this KV use (multiplicative), grow it below (additive)."""
-    tasks_per_minute: float | None = Field(None, gt=0)
+    tasks_per_minute: float | None = Field(default=None, gt=0)
     """Rate limit on new groups."""
 
     @model_validator(mode="after")
@@ -53,7 +53,7 @@ class FilterConfig(Section):
     type: Literal["zero_advantage", "repetition", "gibberish"]
     mode: Literal["monitor", "enforce"] = "enforce"
     """monitor: count only. enforce: drop what is caught (counted by reason)."""
-    window: int = Field(32, ge=2)
+    window: int = Field(default=32, ge=2)
     """repetition: the same n-gram pattern over this many consecutive tokens."""
     min_logprob: float = -12.0
     """gibberish: mean logprob of the sampled tokens below this."""
@@ -64,16 +64,16 @@ class CurriculumConfig(Section):
 
     type: Literal["uniform", "pass_rate"] = "uniform"
     """pass_rate: sampling weight p(1 - p) + floor over the estimated pass rate p."""
-    floor: float = Field(0.05, gt=0)
-    ema: float = Field(0.5, gt=0, le=1)
+    floor: float = Field(default=0.05, gt=0)
+    ema: float = Field(default=0.5, gt=0, le=1)
     """Weight of the newest group in the pass-rate estimate."""
-    retire_above: float = Field(1.01, gt=0)
+    retire_above: float = Field(default=1.01, gt=0)
     """Retire tasks whose estimate stays above this (1.01: never)."""
-    retire_below: float = Field(-0.01, lt=1)
+    retire_below: float = Field(default=-0.01, lt=1)
     """Retire tasks whose estimate stays below this (-0.01: never)."""
-    retire_after: int = Field(3, ge=1)
+    retire_after: int = Field(default=3, ge=1)
     """Groups in a row beyond a bound before a task is retired."""
-    revisit_every: int = Field(50, ge=1)
+    revisit_every: int = Field(default=50, ge=1)
     """Groups after which one retired task is tried again; it returns when it is no longer beyond the bound."""
 
 
@@ -81,40 +81,40 @@ class OrchestratorConfig(Section):
     """Rollouts in, batches out."""
 
     batch: Annotated[BySamples | ByTokens, Field(discriminator="type")] = BySamples()
-    max_off_policy_steps: int = Field(2, ge=0)
+    max_off_policy_steps: int = Field(default=2, ge=0)
     """Largest lag of a trained token: version that the batch trains from minus version that sampled the token. 0: synchronous."""
     stale: Literal["drop", "mask"] = "drop"
     """What happens to a rollout with tokens that are too old: drop it, or mask those tokens and train the rest."""
-    group_quorum: float = Field(1.0, gt=0, le=1)
+    group_quorum: float = Field(default=1.0, gt=0, le=1)
     """Share of a group's rollouts after which it closes `group_grace_s` later without the rest (the rest is cut)."""
-    group_grace_s: float = Field(5.0, ge=0)
-    min_group: int = Field(2, ge=1)
+    group_grace_s: float = Field(default=5.0, ge=0)
+    min_group: int = Field(default=2, ge=1)
     """Fewest gradable rollouts for a group to be trained; smaller ones are dropped (reason 'small_group')."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     filters: tuple[FilterConfig, ...] = (FilterConfig(type="zero_advantage"),)
     curriculum: CurriculumConfig = CurriculumConfig()
-    max_fruitless_groups: int = Field(200, ge=1)
+    max_fruitless_groups: int = Field(default=200, ge=1)
     """Stop with the reason when this many groups in a row give nothing to train (all rewards equal, all failed)."""
-    infra_retries: int = Field(1, ge=0)
+    infra_retries: int = Field(default=1, ge=0)
     """Fresh rollouts issued in place of one that ended as infra_error, before its group goes on without it."""
 
 
 class CheckpointConfig(Section):
     """Checkpoints of the whole run, under one manifest."""
 
-    interval: int = Field(10, ge=0)
+    interval: int = Field(default=10, ge=0)
     """Steps between checkpoints; 0: only at the end."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
 
 
 class RunConfig(Section):
     """The run file of `slipstream rl`. Also read by `sft` and `eval`."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Folder under `runs_dir`."""
     runs_dir: Path = Path("runs")
     seed: int = 0
-    max_steps: int = Field(100, ge=1)
+    max_steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     stop_at_eval: float | None = None
     """End early once an online evaluation (avg@k over all environments) reaches this."""

@@ -12,29 +12,29 @@ from slipstream.config.base import Section
 class EngineConfig(Section):
     """One embedded engine process (a replica)."""
 
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(default=1, ge=1)
     """Number of engine processes that `slipstream rl` starts."""
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback is your decision."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """0: a free port, told to the other roles through the run folder. Replica i listens on port + i."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    block_tokens: int = Field(16, ge=1)
+    block_tokens: int = Field(default=16, ge=1)
     """Tokens in a KV block."""
-    kv_memory_mib: int = Field(128, ge=1)
+    kv_memory_mib: int = Field(default=128, ge=1)
     """Memory for the paged KV cache (keys, values and routing rows)."""
-    max_running: int = Field(64, ge=1)
+    max_running: int = Field(default=64, ge=1)
     """Most sequences decoded together."""
-    max_step_tokens: int = Field(512, ge=1)
+    max_step_tokens: int = Field(default=512, ge=1)
     """Most tokens processed in one engine step; longer prompts are prefilled in chunks."""
     prefix_cache: bool = True
     capture_routing: bool = True
     """Record which experts each token used, for router replay."""
     on_update: Literal["keep", "recompute", "abort"] = "keep"
     """What a weight update does to running sequences: keep their KV, recompute it under the new weights, or abort them."""
-    max_waiting: int = Field(4096, ge=1)
+    max_waiting: int = Field(default=4096, ge=1)
     """Requests beyond this many waiting ones are refused (HTTP 429)."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """OpenMP threads of the process."""
 
     @model_validator(mode="after")
@@ -50,10 +50,10 @@ class EngineConfig(Section):
 class SamplingConfig(Section):
     """How rollouts are sampled. Truncating the distribution (top_p, top_k, min_p) biases importance ratios: prefer temperature alone."""
 
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, le=1)
-    max_tokens: int = Field(128, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    max_tokens: int = Field(default=128, ge=1)
     """Most tokens in one turn."""
     stop: tuple[str, ...] = ()

@@ -15,9 +15,9 @@ class DppoLoss(Section):
     """DPPO binary-TV mask plus a squared log-ratio term (arXiv 2602.04879; prime-rl v0.6.0 loss.py)."""
 
     type: Literal["dppo"] = "dppo"
-    tv_threshold: float = Field(0.2, gt=0)
+    tv_threshold: float = Field(default=0.2, gt=0)
     """Mask a token when p_train - p_engine has left this band in the direction that its advantage pushes."""
-    kl_coef: float = Field(1e-3, ge=0)
+    kl_coef: float = Field(default=1e-3, ge=0)
     """Weight of (log ratio)^2."""
 
 
@@ -25,8 +25,8 @@ class PpoLoss(Section):
     """PPO-clip on the ratio to the engine's logprobs; with group advantages this is GRPO."""
 
     type: Literal["ppo"] = "ppo"
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
 
 
 class CispoLoss(Section):
@@ -35,7 +35,7 @@ class CispoLoss(Section):
     type: Literal["cispo"] = "cispo"
     clip_low: float | None = None
     """None: no lower clip."""
-    clip_high: float = Field(4.0, gt=0)
+    clip_high: float = Field(default=4.0, gt=0)
     """The ratio is clipped to at most 1 + clip_high."""
 
 
@@ -43,16 +43,16 @@ class IcePopLoss(Section):
     """IcePop: ratio where low <= ratio <= high, else 0 (arXiv 2510.18855)."""
 
     type: Literal["icepop"] = "icepop"
-    low: float = Field(0.5, gt=0)
-    high: float = Field(5.0, gt=0)
+    low: float = Field(default=0.5, gt=0)
+    high: float = Field(default=5.0, gt=0)
 
 
 class GspoLoss(Section):
     """GSPO: one length-normalised sequence ratio, clipped per sequence."""
 
     type: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, gt=0)
-    clip_high: float = Field(4e-4, gt=0)
+    clip_low: float = Field(default=3e-4, gt=0)
+    clip_high: float = Field(default=4e-4, gt=0)
 
 
 class PolicyGradientLoss(Section):
@@ -61,9 +61,9 @@ class PolicyGradientLoss(Section):
     type: Literal["policy_gradient"] = "policy_gradient"
     correction: Literal["none", "tis", "mis"] = "none"
     """tis: weight min(ratio, cap). mis: weight ratio where mis_low <= ratio <= mis_high, else 0."""
-    tis_cap: float = Field(2.0, gt=0)
-    mis_low: float = Field(0.5, gt=0)
-    mis_high: float = Field(2.0, gt=0)
+    tis_cap: float = Field(default=2.0, gt=0)
+    mis_low: float = Field(default=0.5, gt=0)
+    mis_high: float = Field(default=2.0, gt=0)
 
 
 class CustomLoss(Section):
@@ -86,7 +86,7 @@ class AdvantageConfig(Section):
     type: Literal["group_mean", "group_std", "rloo", "maxrl", "custom"] = "group_mean"
     path: str | None = None
     """For type 'custom': 'package.module:function' taking (rewards_S, lengths_S, pass_rate) and returning advantages_S."""
-    length_penalty: float = Field(0.0, ge=0)
+    length_penalty: float = Field(default=0.0, ge=0)
     """Subtract length_penalty * pass_rate * length / seq_len from each reward first (prime-rl v0.6.0)."""
 
     @model_validator(mode="after")
@@ -101,18 +101,18 @@ class AdvantageConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-4, gt=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    lr: float = Field(default=1e-4, gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices only (not to norms and biases)."""
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: float = Field(default=1.0, gt=0)
     """Global gradient norm after which gradients are scaled down."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What follows the warm-up: constant, or decay to lr * final_fraction at the last step."""
-    warmup_steps: int = Field(0, ge=0)
-    final_fraction: float = Field(0.0, ge=0, le=1)
+    warmup_steps: int = Field(default=0, ge=0)
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
 
 
 class TrainerConfig(Section):
@@ -120,35 +120,35 @@ class TrainerConfig(Section):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. Parameters, gradients and moments are float32 (bfloat16 runs under autocast-free casting of weights)."""
-    row_tokens: int = Field(4096, gt=0)
+    row_tokens: int = Field(default=4096, gt=0)
     """Tokens in a packed row (one micro-batch). A sample longer than this is a config error for model.seq_len above it."""
-    logprob_chunk_tokens: int = Field(1024, gt=0)
+    logprob_chunk_tokens: int = Field(default=1024, gt=0)
     """Tokens whose logits exist at one time in the loss head; [tokens, vocabulary] is never materialised."""
     recompute: bool = False
     """Recompute each layer's activations in the backward pass instead of keeping them."""
     router_replay: bool = True
     """Force the engine's expert choices where they are known; gate weights stay the trainer's own."""
     freeze_router: bool = False
-    balance_rate: float = Field(0.0, ge=0)
+    balance_rate: float = Field(default=0.0, ge=0)
     """Loss-free balancing: size of the per-step bias update toward under-used experts (arXiv 2408.15664). 0: off."""
     loss: LossConfig = DppoLoss()
     optim: OptimConfig = OptimConfig()
-    max_bad_steps: int = Field(3, ge=1)
+    max_bad_steps: int = Field(default=3, ge=1)
     """Stop after this many consecutive steps with a non-finite loss or gradient. Each is skipped and its batch kept."""
-    batch_timeout_s: float = Field(1800.0, gt=0)
+    batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when no batch arrives for this long."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """OpenMP threads of the process."""
 
 
 class SftConfig(Section):
     """Supervised warm-up on an environment's own demonstrations."""
 
-    steps: int = Field(200, ge=1)
-    samples_per_step: int = Field(64, ge=1)
-    num_demonstrations: int = Field(4096, ge=1)
+    steps: int = Field(default=200, ge=1)
+    samples_per_step: int = Field(default=64, ge=1)
+    num_demonstrations: int = Field(default=4096, ge=1)
     """Distinct training tasks to draw demonstrations from."""
-    noise: float = Field(0.0, ge=0, lt=1)
+    noise: float = Field(default=0.0, ge=0, lt=1)
     """Share of demonstrations with a plausible mistake, as a cheap or weak demonstrator would make."""
     optim: OptimConfig = OptimConfig(lr=1e-3, warmup_steps=20, schedule="cosine")
-    log_every: int = Field(10, ge=1)
+    log_every: int = Field(default=10, ge=1)

@@ -1,4 +1,4 @@
-"""The orchestrator's numbers of one step: pure functions from what ended and what was shipped to metric keys (see slipstream.observe.registry)."""
+"""The orchestrator's numbers of one step: pure functions from what ended and what was shipped to metric keys."""
 
 from __future__ import annotations
 
