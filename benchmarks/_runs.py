@@ -31,7 +31,7 @@ SKIPPED_STEPS = 3
 def run_config(name: str, model: Path, changes: Mapping[str, Any]) -> RunConfig:
     """The quickstart's run file with another name, model and `changes` (nested tables, merged key by key; lists replace)."""
     base = load(RunConfig, [QUICKSTART]).model_dump(mode="json")
-    own = {"name": name, "runs_dir": str(ROOT / "runs"), "model": {"path": str(model)}}
+    own = {"name": name, "runs_dir": str(ROOT / "runs"), "model": {"path": str(model)}, "stop_at_eval": None}
     return validate(RunConfig, merge(merge(base, own), changes))
 
 
@@ -39,12 +39,13 @@ def warm_model() -> Path:
     """models/bench-<fingerprint>-warm: the quickstart's model after its warm-up; made (in minutes) when it is not there."""
     config = load(RunConfig, [QUICKSTART])
     assert config.sft is not None
-    made_of = [config.sft.model_dump(mode="json"), [env.model_dump(mode="json") for env in config.envs], config.trainer.row_tokens]
+    tasks = [[env.id, env.args] for env in config.envs]
+    made_of = [config.sft.model_dump(mode="json"), tasks, config.trainer.row_tokens, config.model.seq_len]
     fingerprint = xxhash.xxh3_64_hexdigest(json.dumps(made_of, sort_keys=True).encode())[:8]
     warm = ROOT / "models" / f"bench-{fingerprint}-warm"
     if not (warm / "config.json").exists():
         raw = warm.with_name(f"bench-{fingerprint}")
-        slipstream("make-model", str(raw), "--preset", "tiny-moe", "--env", "calculator")
+        slipstream("make-model", str(raw), "--preset", "tiny-moe", "--env", config.envs[0].id)
         slipstream("sft", str(QUICKSTART), "--model", str(raw), "--out", str(warm))
     return warm
 

@@ -44,7 +44,7 @@ COLUMNS = ("engine", "replay", "tokens", "kl", "extreme", "max_abs", "mean_abs",
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=20_000, help="sampled tokens, at least, for each engine precision")
+    parser.add_argument("--tokens", type=int, default=40_000, help="sampled tokens, at least, for each engine precision")
     parser.add_argument(
         "--model", type=Path, help="an HF folder of a mixture of experts; default: the quickstart's model after its warm-up"
     )

@@ -3,10 +3,12 @@
 The environment is the calculator with a tool that stalls after the policy's first turn, by a seeded draw for each rollout. Both runs
 have the same settings, as one would choose them who knows that stragglers exist: a group closes with three quarters of its rollouts,
 a median duration after the last of these came in; a rollout may take three times as long as a slow one. A short run without
-stragglers, before the pairs, finds the median duration.
+stragglers, before the pairs, finds the median duration. The learning rate is next to nothing, so that both runs sample from the same
+policy to the end and lose the same share of groups to equal rewards.
 
     samples_per_s       samples trained by seconds, over the steps after the first three
     cut, stale          ended because their group closed without them or their deadline passed; because they became too old to train
+    wait_slots_s        seconds of a step during which no group could start for want of a free slot
     drained             still in flight when the last batch was complete (their outcome is 'cut' as well)
     throughput_ratio    with stragglers / without, median over interleaved pairs
 """
@@ -38,18 +40,8 @@ SLOW_FRAC, SLOWER, HUNG_FRAC = 0.05, 20.0, 0.02
 QUORUM = 0.75
 CALIBRATION_STEPS = 6
 COLUMNS = (
-    "pair",
-    "stragglers",
-    "samples_per_s",
-    "rollouts_per_s",
-    "step_mean_s",
-    "wait_slots_s",
-    "completed",
-    "cut",
-    "stale",
-    "drained",
-    "balanced",
-    "load_1min",
+    *("pair", "stragglers", "samples_per_s", "step_mean_s", "engine_busy_frac", "trainer_busy_frac", "wait_slots_s"),
+    *("completed", "cut", "stale", "drained", "balanced", "load_1min"),
 )
 
 
@@ -117,7 +109,13 @@ def main() -> None:
 
 def configure(name: str, model: Path, steps: int, seed: int, median_s: float | None, stragglers: bool) -> RunConfig:
     """The quickstart's run with an environment that may stall, and deadlines by the median duration where that is known."""
-    changes: dict[str, Any] = {"max_steps": steps, "seed": seed, "eval": {"tasks": 0}, "checkpoint": {"interval": 0}}
+    changes: dict[str, Any] = {
+        "max_steps": steps,
+        "seed": seed,
+        "trainer": {"optim": {"lr": 1e-9}},
+        "eval": {"tasks": 0},
+        "checkpoint": {"interval": 0},
+    }
     config = run_config(name, model, changes)
     env: dict[str, Any] = {"id": "benchmarks.stragglers:SlowCalculator", "name": "calculator"}
     if median_s is not None:
