@@ -5,6 +5,7 @@ the same tokens, once with those experts forced and once with its own choice. Th
 is left there is arithmetic alone. One process, no servers.
 
     kl            mean over sampled tokens of k3(ratio) = ratio - 1 - log ratio, ratio = p_trainer / p_engine
+    kl_error      its standard error: rare tokens with a large gap make most of the mean
     extreme       share of sampled tokens with a ratio outside [0.5, 2]
     flip_frac     share of (token, MoE layer) pairs whose experts, as a set, differ between the engine and the trainer's own choice
     coverage      share of tokens whose experts are known (all but the last of each rollout, which predicts nothing)
@@ -39,12 +40,25 @@ from slipstream.orchestrator.samples import rollout_samples
 from slipstream.trainer.routing import RoutingStats, row_context
 from slipstream.types import MicroBatch, Rollout
 
-COLUMNS = ("engine", "replay", "tokens", "kl", "extreme", "max_abs", "mean_abs", "flip_frac", "coverage", "sampling_s", "scoring_s")
+COLUMNS = (
+    "engine",
+    "replay",
+    "tokens",
+    "kl",
+    "kl_error",
+    "extreme",
+    "max_abs",
+    "mean_abs",
+    "flip_frac",
+    "coverage",
+    "sampling_s",
+    "scoring_s",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=40_000, help="sampled tokens, at least, for each engine precision")
+    parser.add_argument("--tokens", type=int, default=100_000, help="sampled tokens, at least, for each engine precision")
     parser.add_argument(
         "--model", type=Path, help="an HF folder of a mixture of experts; default: the quickstart's model after its warm-up"
     )
@@ -115,11 +129,12 @@ def compare(model: Decoder, rows: Sequence[MicroBatch], replay: bool) -> dict[st
         engine.append(torch.tensor(row.logprobs_T[at_N]))
         routing.add(row, context, replay)
     trainer_N, engine_N = torch.cat(trainer), torch.cat(engine)
-    gap_N = (trainer_N - engine_N).abs().double()
+    gap_N, kl_N = (trainer_N - engine_N).abs().double(), k3(trainer_N.double(), engine_N.double())
     stats = routing.metrics()
     return {
         "tokens": len(gap_N),
-        "kl": float(k3(trainer_N.double(), engine_N.double()).mean()),
+        "kl": float(kl_N.mean()),
+        "kl_error": float(kl_N.std() / len(kl_N) ** 0.5),
         "extreme": float((gap_N > np.log(2.0)).double().mean()),
         "max_abs": float(gap_N.max()),
         "mean_abs": float(gap_N.mean()),
