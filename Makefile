@@ -29,7 +29,7 @@ smollm2: $(VENV)/.installed  ## The main job on a real pretrained policy, SmolLM
 	$(BIN)/python -m examples.smollm2 --seed $(SEED)
 
 test: lint  ## Everything that CI checks
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check src tests benchmarks examples

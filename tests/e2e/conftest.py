@@ -18,23 +18,23 @@ max_steps = 30
 path = "{model}"
 seq_len = 192
 [sft]
-steps = 100
+steps = 160
 samples_per_step = 24
 num_demonstrations = 2048
-noise = 0.3
+noise = 0.65
 optim = {{ lr = 4e-3, warmup_steps = 5 }}
 [engine]
 max_running = 64
 kv_memory_mib = 16
 [trainer]
 row_tokens = 1024
-optim = {{ lr = 1e-3 }}
+optim = {{ lr = 4e-4 }}
 [orchestrator]
-batch = {{ type = "samples", samples = 32 }}
-concurrency = {{ initial = 48, min = 8, max = 64 }}
+batch = {{ type = "samples", samples = 64 }}
+concurrency = {{ initial = 64, min = 16, max = 128 }}
 [[envs]]
 id = "calculator"
-args = {{ max_operand = 9, num_train = 1500, num_eval = 128 }}
+args = {{ mistakes = ["early"], max_operand = 9, num_train = 1500, num_eval = 128 }}
 group_size = 8
 max_turns = 5
 sampling = {{ max_tokens = 32 }}

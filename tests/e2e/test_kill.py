@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.conftest import Job
 
 KILLS = 10
-STEPS = 40
+STEPS = 30
 pytestmark = pytest.mark.slow
 
 
@@ -46,7 +46,7 @@ def run_with_kills(job: Job, name: str, role: str, seed: int) -> int:
             if found is None:
                 time.sleep(0.05)
                 continue
-            time.sleep(rng.uniform(0.1, 4.0))
+            time.sleep(rng.uniform(0.1, 3.0))
             with contextlib.suppress(psutil.NoSuchProcess):
                 found.send_signal(signal.SIGKILL)
                 kills += 1
@@ -68,5 +68,5 @@ def test_killed_at_random_moments_the_run_ends_as_if_it_had_not_been(job: Job, r
     assert summary["lag_max"] <= summary["max_off_policy_steps"]
     trained = job.trained(name)
     assert max(Counter(rollout for rollout, _ in trained).values()) == 1
-    assert Counter(step for _, step in trained) == dict.fromkeys(range(1, STEPS + 1), 32)
-    assert summary["eval_last"] >= 0.8
+    assert Counter(step for _, step in trained) == dict.fromkeys(range(1, STEPS + 1), 64)
+    assert summary["eval_last"] > 0.75  # the bound of the run without kills, in test_main_job

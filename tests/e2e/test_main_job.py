@@ -42,8 +42,8 @@ def test_the_run_ends_balanced_within_its_lag_bound_and_better_than_it_began(fin
     assert summary.keys() >= KEYS
     assert summary["ledger_balanced"] is True and summary["steps"] == 30 and summary["versions_published"] >= 30
     assert summary["lag_max"] <= summary["max_off_policy_steps"]
-    assert summary["samples_trained"] == 30 * 32
-    assert summary["eval_last"] > summary["eval_first"]
+    assert summary["samples_trained"] == 30 * 64
+    assert summary["eval_first"] < 0.5 and summary["eval_last"] > 0.75
 
 
 def test_engine_and_trainer_agree_on_fresh_tokens(finished):

@@ -6,11 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
+from slipstream.envs.base import load_env
 from slipstream.errors import ModelError
 from slipstream.launch import run_folder
 from slipstream.launch.local import RoleDied, Supervisor
 from slipstream.launch.topology import processes
+from slipstream.models.spec import ModelSpec
 from slipstream.observe.dashboard import Dashboard
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import print_summary, summarise
@@ -21,7 +24,7 @@ def run(config: RunConfig, resume: bool, clean: bool) -> int:
 
     Raises ConfigError for a mistake that can be seen before anything starts.
     """
-    check_model(config)
+    check_inputs(config)
     if clean:
         run_folder.clean(config)
     folder = run_folder.reopen(config) if resume else run_folder.create(config)
@@ -41,11 +44,10 @@ def run(config: RunConfig, resume: bool, clean: bool) -> int:
     return 0
 
 
-def check_model(config: RunConfig) -> None:
-    """Refuse a model folder that no role could load, before three processes say so. Raises ModelError."""
-    from slipstream.chat.tokenizer import ChatTokenizer
-    from slipstream.models.spec import ModelSpec
-
+def check_inputs(config: RunConfig) -> None:
+    """Refuse a model folder or an environment that no role could load, before a process says so. Raises ModelError, ConfigError."""
+    for env in config.envs:
+        load_env(env, config.seed)
     spec = ModelSpec.from_folder(config.model.path)
     ChatTokenizer.load(config.model.path)
     if spec.max_positions < config.model.seq_len:
