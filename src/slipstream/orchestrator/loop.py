@@ -122,6 +122,7 @@ class Orchestrator:
             held = hold(self._gate())
             if held is None:
                 self._open_group()
+                await asyncio.sleep(0)  # its requests leave before the next group is opened
             else:
                 await self._wait(self._can_collect, *held, missed=lambda: hold(self._gate()) is None)
         await self.dispatcher.stop()
