@@ -198,7 +198,8 @@ def report(
     settings = vars(args) | {"counts": dict(counts), "rounds": rounds, "engines": {peer.name: peer.about for peer in peers}}
     notes = (
         f"Load when it ended: {os.getloadavg()[0]:.1f}. Where others use the machine, CPU time is the better clock (one thread each, "
-        "nobody waits): tokens_per_cpu_s and on_cpu_time. vLLM and transformers return no logprobs here; slipstream returns them and the routing."
+        "nobody waits): tokens_per_cpu_s and on_cpu_time. vLLM and transformers return no logprobs here; slipstream returns them "
+        "and the routing."
     )
     finish("engine", headline, runs, settings, COLUMNS, notes)
 
