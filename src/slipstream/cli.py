@@ -31,16 +31,23 @@ RunFolder = Annotated[Path, typer.Argument(help="Run folder, such as runs/quicks
 
 
 def main() -> None:
-    """Entry point: user errors end without a traceback. Exit codes: 0 done, 1 the run failed, 2 mistake in the input."""
+    """Entry point: user errors, and files that cannot be read or written, end without a traceback.
+
+    Exit codes: 0 done, 1 the run failed, 2 mistake in the input.
+    """
     try:
         app(standalone_mode=True)
     except (ConfigError, ModelError) as error:
         sys.exit(_complain(error, code=2))
     except SlipstreamError as error:
         sys.exit(_complain(error, code=1))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(_complain(f"{error.filename}: {error.strerror}", code=1))
 
 
-def _complain(error: SlipstreamError, code: int) -> int:
+def _complain(error: SlipstreamError | str, code: int) -> int:
     print(f"error: {error}", file=sys.stderr)
     return code
 

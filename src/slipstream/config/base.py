@@ -30,8 +30,8 @@ class Section(pydantic.BaseModel):
         return xxhash.xxh3_64_hexdigest(text.encode())
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked again (pydantic's model_copy does not check)."""
-        return type(self).model_validate({**self.model_dump(), **changes})
+        """A copy with some fields changed, checked again (pydantic's model_copy does not check). Raises ConfigError."""
+        return validate(type(self), {**self.model_dump(), **changes})
 
 
 T = TypeVar("T", bound="Section")

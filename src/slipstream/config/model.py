@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import Field
+
 from slipstream.config.base import Section
 
 
@@ -12,5 +14,5 @@ class ModelConfig(Section):
 
     path: Path
     """An ordinary HF folder: config.json, *.safetensors, tokenizer.json with a chat template."""
-    seq_len: int = 1024
+    seq_len: int = Field(default=1024, ge=2)
     """Longest sequence in tokens (prompt + everything sampled). The engine's context and a limit on every sample."""

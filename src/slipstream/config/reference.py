@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -17,9 +18,9 @@ def reference(cls: type[Section], section: str = "") -> str:
 
     Raises ConfigError when there is no such section.
     """
-    tables = [(path, table) for path, table in _tables(cls, ()) if path == section or path.startswith(f"{section}.") or not section]
+    tables = [(path, table) for path, table in _tables(cls, ()) if not section or f"{_plain(path)}.".startswith(f"{_plain(section)}.")]
     if not tables:
-        known = ", ".join(path for path, _ in _tables(cls, ()) if path)
+        known = ", ".join(dict.fromkeys(_plain(path) for path, _ in _tables(cls, ()) if path))
         raise ConfigError(f"no section {section!r}; sections: {known}")
     return "\n\n".join(_render(path, table) for path, table in tables) + "\n"
 
@@ -33,6 +34,11 @@ def _tables(cls: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, ty
                 f"{name} (type = {json.dumps(kind.default)})" if kind is not None and len(list(_sections(info.annotation))) > 1 else name
             )
             yield from _tables(inner, (*path, label))
+
+
+def _plain(path: str) -> str:
+    """The path as one writes it, without '(type = ...)': a section with types is all of them."""
+    return re.sub(r" \(type = [^)]*\)", "", path)
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:

@@ -64,6 +64,8 @@ class EmbeddedEngine:
         dtype = _DTYPES[config.dtype]
         self._weights = LiveWeights(self.folder, dtype, version)
         spec = self.spec = self._weights.model.spec
+        if seq_len < 2:
+            raise ConfigError(f"model.seq_len = {seq_len}: a context holds at least one token of prompt and one sampled; use 2 or more")
         if seq_len > spec.max_positions:
             raise ConfigError(
                 f"model.seq_len = {seq_len} is more than the {spec.max_positions} positions of the model in {folder}: lower model.seq_len"

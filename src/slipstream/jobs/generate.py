@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from slipstream.chat.tokenizer import ChatTokenizer
+from slipstream.config import validate
 from slipstream.config.envs import EnvConfig
 from slipstream.config.serve import EngineConfig, SamplingConfig
 from slipstream.engine.engine import EmbeddedEngine
@@ -17,13 +18,16 @@ from slipstream.types import GenerateRequest, Sampling
 
 
 def chat(model: Path, prompt: str, env: str | None, *, max_tokens: int, temperature: float, seed: int) -> list[str]:
-    """The model's reply to one user message, as lines to print; with `env`, the whole conversation with its tools."""
+    """The model's reply to one user message, as lines to print; with `env`, the whole conversation with its tools.
+
+    Raises ConfigError or ModelError: a model, an environment or a setting that cannot be used.
+    """
     import torch
 
     torch.set_num_threads(1)
     seq_len = min(ModelSpec.from_folder(model).max_positions, 4096)
     engine = EmbeddedEngine(model, EngineConfig(max_running=4, max_step_tokens=512), seq_len, seed=seed, version=0)
-    sampling = SamplingConfig(temperature=temperature, max_tokens=min(max_tokens, seq_len - 1))
+    sampling = validate(SamplingConfig, {"temperature": temperature, "max_tokens": min(max_tokens, seq_len - 1)})
     if env is None:
         return asyncio.run(_reply(engine, ChatTokenizer.load(model), prompt, sampling, seed))
     config = EnvConfig(id=env, sampling=sampling)

@@ -13,12 +13,13 @@ from slipstream.config import RunConfig
 from slipstream.envs.base import load_env
 from slipstream.envs.demonstrations import demonstration_samples
 from slipstream.errors import ConfigError
+from slipstream.models.folders import check_replaceable
 
 
 def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
     """Train on demonstrations of every environment, by weight; write `out` as an HF folder. Returns the last metrics.
 
-    Raises ConfigError: no [sft] table, or an environment without demonstrations.
+    Raises ConfigError: no [sft] table, an environment without demonstrations, or something else than a model at `out`.
     """
     import torch
 
@@ -26,6 +27,7 @@ def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
 
     if config.sft is None:
         raise ConfigError("sft: the run file has no [sft] table; add one (an empty table takes every default)")
+    check_replaceable(out)
     torch.set_num_threads(config.trainer.threads)
     console = Console(stderr=True)
     samples = demonstrations(config)

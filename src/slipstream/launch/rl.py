@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
+from slipstream.algorithms.custom import import_function
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
 from slipstream.envs.base import load_env
@@ -27,27 +29,45 @@ def run(config: RunConfig, resume: bool, clean: bool) -> int:
     check_inputs(config)
     if clean:
         run_folder.clean(config)
-    folder = run_folder.reopen(config) if resume else run_folder.create(config)
+    with run_folder.opened(config, resume) as folder:
+        return _supervise(config, folder)
+
+
+def _supervise(config: RunConfig, folder: Path) -> int:
     console = Console(stderr=True)
     console.print(f"run folder: {folder}")
     dashboard = Dashboard(folder, config.max_steps)
-    supervisor = Supervisor(processes(config, folder), folder, on_event=lambda line: console.print(f"[yellow]{line}[/]"))
+    supervisor = Supervisor(processes(config, folder), folder, on_event=lambda line: console.print(f"[yellow]{escape(line)}[/]"))
     try:
         supervisor.run(on_poll=dashboard.poll)
     except RoleDied as error:
         dashboard.close()
-        console.print(f"[red]error:[/] {error}", highlight=False)
-        console.print("Nothing that was trained is lost. Go on with the same command and --resume.")
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        console.print(_advice(folder), highlight=False, soft_wrap=True)
         return 1
     dashboard.close()
     finish(folder)
     return 0
 
 
+def _advice(folder: Path) -> str:
+    """What to do after a role died."""
+    if any((folder / "batches").glob("step_*.batch")) or any((folder / "checkpoints").glob("step_*")):
+        return "Nothing that was trained is lost. Go on with the same command and --resume."
+    return "No batch was trained yet. Mend the cause and start afresh with --clean."
+
+
 def check_inputs(config: RunConfig) -> None:
-    """Refuse a model folder or an environment that no role could load, before a process says so. Raises ModelError, ConfigError."""
+    """Refuse a model, an environment or a custom function that no role could load, before a process says so.
+
+    Raises ModelError, ConfigError.
+    """
     for env in config.envs:
         load_env(env, config.seed)
+        if env.advantage.path is not None:
+            import_function(env.advantage.path, f"envs[{env.label}].advantage.path")
+    if config.trainer.loss.type == "custom":
+        import_function(config.trainer.loss.path, "trainer.loss.path")
     spec = ModelSpec.from_folder(config.model.path)
     ChatTokenizer.load(config.model.path)
     if spec.max_positions < config.model.seq_len:

@@ -6,6 +6,7 @@ runs/<name>/manifest.json    what produced it: versions, hardware, configuration
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -13,6 +14,8 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,41 @@ from slipstream.config import RunConfig, load, to_toml
 from slipstream.errors import ConfigError
 
 PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "aiohttp", "pyarrow")
+
+
+@contextmanager
+def opened(config: RunConfig, resume: bool) -> Iterator[Path]:
+    """The folder of a new run, or with `resume` of an earlier one, held against every other `slipstream rl` for the block.
+
+    Raises ConfigError: see `held`, `create` and `reopen`.
+    """
+    if not resume:
+        config.folder.mkdir(parents=True, exist_ok=True)
+    with held(config.folder):
+        yield reopen(config) if resume else create(config)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a run folder for the block; the kernel lets go of it however the process ends. Nothing to hold where there is no folder.
+
+    Raises ConfigError when another process holds it.
+    """
+    if not folder.is_dir():
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"two runs on one folder: another `slipstream rl` is running in {folder}. Wait for it, stop it, or choose another name "
+                "with --set name=..."
+            ) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def create(config: RunConfig) -> Path:
@@ -60,13 +98,14 @@ def reopen(config: RunConfig) -> Path:
 
 
 def clean(config: RunConfig) -> None:
-    """Delete a run. Refuses a folder that does not look like one."""
+    """Delete a run. Raises ConfigError for a folder that does not look like one, and while the run goes on."""
     folder = config.folder
     if not folder.exists():
         return
     if not (folder / "config.toml").exists() and any(folder.iterdir()):
         raise ConfigError(f"--clean: {folder} is not empty and holds no config.toml, so it is not a run; delete it yourself if you mean to")
-    shutil.rmtree(folder)
+    with held(folder):
+        shutil.rmtree(folder)
 
 
 def open_config(folder: Path) -> RunConfig:

@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slipstream.errors import ConfigError
+
 
 @contextmanager
 def atomic_folder(folder: str | Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; on success it takes the place of `folder`, replacing one of that name. On failure it vanishes."""
+    """Yield an empty folder to fill; on success it takes the place of `folder`. On failure it vanishes.
+
+    Raises ConfigError, before anything is written: see `check_replaceable`.
+    """
     folder = Path(folder)
+    check_replaceable(folder)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -23,6 +29,17 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+
+
+def check_replaceable(folder: str | Path) -> None:
+    """Raises ConfigError when something of the user's stands there: anything but an empty folder or a flat model folder."""
+    folder = Path(folder)
+    if not folder.exists():
+        return
+    entries = list(folder.iterdir()) if folder.is_dir() else [folder]
+    if entries and not ((folder / "config.json").is_file() and all(entry.is_file() for entry in entries)):
+        kind = "folder that is not a model folder" if folder.is_dir() else "file"
+        raise ConfigError(f"{folder} is an existing {kind} and is not replaced by a model; name another folder, or delete it yourself")
 
 
 def _sync(folder: Path) -> None:

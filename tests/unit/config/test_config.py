@@ -97,3 +97,15 @@ def test_the_reference_documents_every_leaf_key():
         assert f"`{key}`" in text
     with pytest.raises(ConfigError, match="no section 'trainr'"):
         reference(RunConfig, "trainr")
+
+
+def test_a_section_with_types_is_found_by_its_plain_name():
+    text = reference(RunConfig, "trainer.loss")
+    assert '[trainer.loss (type = "ppo")]' in text and '[trainer.loss (type = "gspo")]' in text and "[trainer.optim]" not in text
+    assert reference(RunConfig, 'trainer.loss (type = "ppo")') == text
+
+
+def test_a_changed_copy_is_checked_like_a_run_file():
+    config = load(RunConfig, (), MINIMAL)
+    with pytest.raises(ConfigError, match=r"seq_len = 1: "):
+        config.model.replace(seq_len=1)

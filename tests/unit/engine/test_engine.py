@@ -245,3 +245,8 @@ def test_seeds_drawn_by_the_engine_differ_between_requests_and_repeat_with_its_o
 
     assert len({tuple(text) for text in texts(1)}) > 1
     assert texts(1) == texts(1) != texts(2)
+
+
+def test_a_context_without_room_for_a_token_is_refused(moe_folder):
+    with pytest.raises(ConfigError, match=r"model\.seq_len = 1:"):
+        EmbeddedEngine(moe_folder, EngineConfig(), seq_len=1)

@@ -56,3 +56,14 @@ def test_only_engines_are_restarted_and_every_role_has_its_thread_count(config):
     specs = processes(config.replace(engine=config.engine.replace(replicas=2, threads=3)), config.folder)
     assert [(s.name, s.restart) for s in specs] == [("trainer", False), ("engine-0", True), ("engine-1", True), ("orchestrator", False)]
     assert specs[1].env["OMP_NUM_THREADS"] == "3" and specs[0].env["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_run_that_goes_on_is_neither_resumed_nor_deleted(config):
+    with run_folder.opened(config, resume=False) as folder:
+        (folder / "endpoints" / "engine-0.json").write_text("{}")
+        for attempt in (lambda: run_folder.opened(config, resume=True).__enter__(), lambda: run_folder.clean(config)):
+            with pytest.raises(ConfigError, match="two runs on one folder"):
+                attempt()
+        assert (folder / "endpoints" / "engine-0.json").exists()
+    with run_folder.opened(config, resume=True):
+        assert not (folder / "endpoints" / "engine-0.json").exists()

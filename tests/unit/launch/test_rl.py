@@ -1,0 +1,46 @@
+import sys
+
+import pytest
+
+from slipstream import cli
+from slipstream.config import RunConfig, load
+from slipstream.errors import ConfigError
+from slipstream.launch import rl
+from slipstream.launch.topology import ProcessSpec
+
+
+@pytest.fixture
+def config(tmp_path):
+    sets = ['model.path="m"', 'envs=[{"id": "calculator"}]', f'runs_dir="{tmp_path}"', "name=first"]
+    return load(RunConfig, (), sets)
+
+
+def test_the_reason_of_a_failure_is_shown_as_it_is(config, monkeypatch, capsys):
+    """Brackets are not markup, and a long line is not broken."""
+    reason = "envs[calculator].args: [/nope] " + "x" * 200
+    spec = ProcessSpec("trainer", (sys.executable, "-c", f"import sys; print({reason!r}); sys.exit(2)"))
+    monkeypatch.setattr(rl, "check_inputs", lambda config: None)
+    monkeypatch.setattr(rl, "processes", lambda config, folder: [spec])
+    assert rl.run(config, resume=False, clean=False) == 1
+    shown = capsys.readouterr().err
+    assert reason in shown and "No batch was trained yet" in shown
+
+
+@pytest.mark.parametrize("key", ["trainer.loss", "envs[calculator].advantage"])
+def test_a_custom_function_is_looked_for_before_anything_starts(config, key):
+    custom = {"type": "custom", "path": "no_such_module:f"}
+    if key == "trainer.loss":
+        config = config.replace(trainer={**config.trainer.model_dump(), "loss": custom})
+    else:
+        config = config.replace(envs=[{"id": "calculator", "advantage": custom}])
+    with pytest.raises(ConfigError, match="no_such_module"):
+        rl.check_inputs(config)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", ["slipstream", "make-model", str(tmp_path / "file" / "model")])
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and "Not a directory" in shown and shown.count("\n") == 1
