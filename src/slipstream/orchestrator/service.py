@@ -67,11 +67,21 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
         parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _WithMemory(metrics), time.time)
         run = asyncio.create_task(Orchestrator(config, parts).run(), name="run")
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, partial(run.cancel, signal.Signals(number).name))
+            asyncio.get_running_loop().add_signal_handler(number, _cancel_once(run))
         try:
             return await run
         except asyncio.CancelledError:
             return "stopped"
+
+
+def _cancel_once(run: asyncio.Task[str]) -> Callable[[], None]:
+    """Ask `run` to end. A second signal must not cancel the ending itself: it tells the trainer and writes what was in flight."""
+
+    def cancel() -> None:
+        if not run.cancelling():
+            run.cancel()
+
+    return cancel
 
 
 def _bind_envs(config: RunConfig, engine: Engine, state: Mapping[str, Any]) -> tuple[BoundEnv, ...]:
