@@ -31,6 +31,8 @@ from slipstream.errors import ConfigError, EngineUnavailable, RequestError
 from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion, Routing
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+"""Beyond these, logits divided by the temperature leave float32. 0 is greedy."""
 
 
 @dataclass(slots=True)
@@ -306,7 +308,7 @@ class EmbeddedEngine:
             raise RequestError(
                 f"request {request.id}: token id {lowest if lowest < 0 else highest} is not in the vocabulary of {self.spec.vocab_size}"
             )
-        _check_sampling(request)
+        _check_sampling(request, self.spec.vocab_size)
         limit = min(len(prompt_T) + sampling.max_tokens, self.seq_len)
         blocks = self._scheduler.blocks_for(limit - 1)
         if blocks > self._cache.num_blocks:
@@ -332,17 +334,24 @@ class EmbeddedEngine:
         return StopText(self._tokenizer)
 
 
-def _check_sampling(request: GenerateRequest) -> None:
-    """Raises RequestError for values that no distribution has."""
+def _check_sampling(request: GenerateRequest, vocab_size: int) -> None:
+    """Raises RequestError for values that no distribution has, or that the engine's float32 and int32 columns cannot hold.
+
+    One request must not be able to fail a step: the step is everybody's.
+    """
     s = request.sampling
     wrong = {
-        "temperature": not 0 <= s.temperature < float("inf"),
+        "temperature": not (s.temperature == 0 or MIN_TEMPERATURE <= s.temperature <= MAX_TEMPERATURE),
         "top_p": not 0 < s.top_p <= 1,
         "top_k": s.top_k < 0,
         "min_p": not 0 <= s.min_p <= 1,
         "max_tokens": s.max_tokens < 1,
         "stop": any(not text for text in s.stop),
+        "stop_token_ids": any(not 0 <= i < vocab_size for i in s.stop_token_ids),
+        "routing_from": not 0 <= request.routing_from < 1 << 31,
+        "salt": not 0 <= request.salt < 1 << 63,
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
-            raise RequestError(f"request {request.id}: {name} = {getattr(s, name)!r} is out of range")
+            value = getattr(s if hasattr(s, name) else request, name)
+            raise RequestError(f"request {request.id}: {name} = {value!r} is out of range")

@@ -89,7 +89,7 @@ def _sent(body: bytes, path: str) -> str:
     """What the client sent at this msgspec path ('.stop[1]'), for the message; empty where the path leads nowhere."""
     try:
         value = msgspec.json.decode(body)
-    except RecursionError:
+    except (msgspec.DecodeError, RecursionError):  # what fits no Python value, such as 1e400
         return ""
     for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         try:

@@ -90,6 +90,7 @@ def _sample_truncated(
     cumulative_SV = torch.cumsum(sorted_SV, dim=-1, dtype=torch.float64)
     before_SV = cumulative_SV - sorted_SV
     keep_SV = (before_SV < top_p_S1 * cumulative_SV[:, -1:]) & (sorted_SV >= min_p_S1 * sorted_SV[:, :1])
+    keep_SV[:, 0] = True  # a top_p that is 0 in float32 would leave nothing
     kept_SV = sorted_SV * keep_SV
     index_S1 = invert(kept_SV, uniform_S).unsqueeze(1)
     logprobs_S1 = (kept_SV.gather(1, index_S1) / kept_SV.sum(-1, keepdim=True, dtype=torch.float64)).log()

@@ -112,7 +112,7 @@ class SlotTable:
     def _enter_sampling(self, slot: int, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
         self.temperature_R[slot], self.top_p_R[slot] = sampling.temperature, sampling.top_p
-        self.top_k_R[slot], self.min_p_R[slot] = sampling.top_k, sampling.min_p
+        self.top_k_R[slot], self.min_p_R[slot] = min(sampling.top_k, 2**31 - 1), sampling.min_p
         self.seed_R[slot] = mix_seed(sequence.seed)
         self.has_stop_text_R[slot] = bool(sampling.stop)
         missing = len(sequence.stop_ids) - self.stop_ids_RC.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import string
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,6 +42,13 @@ def text_folder(moe_folder, tmp_path_factory):
         (ask("a", prompt(1, 4), temperature=float("nan")), "temperature = nan"),
         (ask("a", prompt(1, 4), top_p=0.0), "top_p = 0.0"),
         (ask("a", prompt(1, 4), stop=("",)), "stop"),
+        (ask("a", prompt(1, 4), temperature=1e-40), "temperature = 1e-40"),
+        (ask("a", prompt(1, 4), temperature=1e39), r"temperature = 1e\+39"),
+        (ask("a", prompt(1, 4), stop_token_ids=(2**40,)), "stop_token_ids"),
+        (ask("a", prompt(1, 4), stop_token_ids=(-1,)), "stop_token_ids"),
+        (replace(ask("a", prompt(1, 4)), routing_from=-1), "routing_from = -1"),
+        (replace(ask("a", prompt(1, 4)), routing_from=10**30), "routing_from = 10000"),
+        (replace(ask("a", prompt(1, 4)), salt=-1), "salt = -1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -250,3 +258,11 @@ def test_seeds_drawn_by_the_engine_differ_between_requests_and_repeat_with_its_o
 def test_a_context_without_room_for_a_token_is_refused(moe_folder):
     with pytest.raises(ConfigError, match=r"model\.seq_len = 1:"):
         EmbeddedEngine(moe_folder, EngineConfig(), seq_len=1)
+
+
+@pytest.mark.parametrize("extreme", [{"top_k": 10**30}, {"top_p": 1e-300}, {"temperature": 1e-5}, {"min_p": 1.0}, {"seed": -(10**30)}])
+def test_no_request_can_fail_the_step_of_the_others(moe_folder, extreme):
+    engine = make_engine(moe_folder)
+    wanted = {"temperature": 1.0, "max_tokens": 3}
+    done = run(engine, [ask("extreme", prompt(1, 4), **{**wanted, **extreme}), ask("other", prompt(1, 4), **wanted)])
+    assert done.keys() == {"extreme", "other"}

@@ -155,3 +155,8 @@ async def test_no_body_makes_the_server_fail(served, bodies):
             async with served.http.post(route, json={**default, **body}) as response:
                 assert response.status in (200, 400), await response.text()
                 await response.read()
+
+
+async def test_a_number_that_no_float_holds_is_the_clients_mistake(served):
+    error = await error_of(served, "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e400}')
+    assert "out of range" in error["message"] and await lives(served)
