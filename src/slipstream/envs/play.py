@@ -69,7 +69,7 @@ class EnvPlayer:
             result = {"outcome": Outcome.infra_error, "error": one_line(error)}
         except RewardError as error:
             result = {"outcome": Outcome.reward_error, "error": one_line(error)}
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a library that calls sys.exit must not end the orchestrator
             result = {"outcome": Outcome.env_error, "error": f"environment {self.env.name!r}, task {task.id}: {one_line(error)}"}
         if policy.failure is not None:  # whatever the environment made of it: a failed engine never becomes a reward
             result = {"outcome": Outcome.infra_error, "error": one_line(policy.failure)}

@@ -22,6 +22,20 @@ from typing import Any
 from slipstream.config import RunConfig, load, to_toml
 from slipstream.errors import ConfigError
 
+CHANGEABLE = (
+    "max_steps",
+    "stop_at_eval",
+    "checkpoint.",
+    "eval.interval",
+    "engine.host",
+    "engine.port",
+    "engine.replicas",
+    "orchestrator.max_fruitless_groups",
+    "trainer.batch_timeout_s",
+    "trainer.max_bad_steps",
+    "trainer.optim.lr",
+)
+"""Settings that may differ when a run is resumed: among them each one that an error message says to change."""
 PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "aiohttp", "pyarrow")
 
 
@@ -82,8 +96,7 @@ def reopen(config: RunConfig) -> Path:
         raise ConfigError(f"--resume: {folder} holds no run (no config.toml). Leave --resume out to start it")
     stored = load(RunConfig, [folder / "config.toml"])
     changed = differences(stored.model_dump(mode="json"), config.model_dump(mode="json"))
-    allowed = ("max_steps", "stop_at_eval", "checkpoint.", "eval.interval", "engine.port", "engine.replicas")
-    forbidden = [line for key, line in changed if not key.startswith(allowed)]
+    forbidden = [line for key, line in changed if not key.startswith(CHANGEABLE)]
     if forbidden:
         raise ConfigError(
             f"--resume: these settings differ from those in {folder / 'config.toml'} and would make it another run:\n  "

@@ -21,6 +21,8 @@ from slipstream.types import Outcome, Rollout, Task
 
 TRIES = 4
 """Plays of one evaluation rollout before it is left out: failures of infrastructure and other versions are not the policy's fault."""
+FINAL = (Outcome.env_error, Outcome.reward_error)
+"""Failures of the environment itself: another play would meet them again."""
 RETRY_DELAYS_S = (1.0, 4.0, 16.0)
 """Together longer than a supervisor needs to bring an engine back."""
 
@@ -97,11 +99,12 @@ class Evaluator:
         """Evaluate `version`, which is live and stays so. Results by environment, and all rollouts.
 
         Waits for: its own rollouts, each of which ends by `rollout_timeout_s` and is tried `TRIES` times. Where an environment got no grade
-        at all, everything is played again, for as long as the caller waits: no grade is not a score of 0.
+        at all, everything is played again, for as long as the caller waits: no grade is not a score of 0. Unless it failed by itself
+        every time: its result then has no `samples`.
         """
         while True:
             results, rollouts = await self._play_all(version)
-            if all(result.samples for result in results.values()):
+            if all(result.samples or _broken(rollouts, label) for label, result in results.items()):
                 return results, rollouts
             await asyncio.sleep(RETRY_DELAYS_S[0])
 
@@ -124,11 +127,11 @@ class Evaluator:
         return {label: score(own, self._config.success_reward) for label, own in by_env.items()}, rollouts
 
     async def _play(self, config: EnvConfig, player: Player, task: Task, id: str, version: int) -> Rollout:
-        """One rollout with a grade, all by `version`; or the last try without."""
+        """One rollout with a grade, all by `version`; or the last try without, or the one that the environment itself failed."""
         attempt = 0
         while True:
             rollout = await self._fly(config, player, task, f"{id}-{attempt}", version)
-            if rollout.outcome.gradable and is_pinned(rollout, version):
+            if rollout.outcome in FINAL or (rollout.outcome.gradable and is_pinned(rollout, version)):
                 return rollout
             attempt += 1
             if attempt == TRIES:
@@ -144,6 +147,11 @@ class Evaluator:
         finally:
             self.in_flight -= 1
             flight.cancel(Outcome.cut)
+
+
+def _broken(rollouts: Sequence[Rollout], env: str) -> bool:
+    """Whether the environment failed by itself in every rollout."""
+    return all(rollout.outcome in FINAL for rollout in rollouts if rollout.task.env == env)
 
 
 def _ungraded(rollout: Rollout) -> Rollout:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -123,6 +123,12 @@ def fruitless_after(before: int, group: Group, verdict: Verdict) -> int:
     small = not group.gradable or "small_group" in verdict.dropped.values()
     excused = any(rollout.outcome in (Outcome.infra_error, Outcome.stale) for rollout in group.rollouts)
     return before if small and excused else before + 1
+
+
+def last_error(rollouts: Iterable[Rollout]) -> str:
+    """Outcome and reason of the last rollout that failed; '' when none did."""
+    failed = [f"{rollout.outcome.value}: {rollout.error}".removesuffix(": ") for rollout in rollouts if not rollout.outcome.gradable]
+    return failed[-1] if failed else ""
 
 
 def pass_rate(group: Group) -> float | None:

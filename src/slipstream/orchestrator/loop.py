@@ -24,7 +24,7 @@ from slipstream.orchestrator.concurrency import Gate, Hold, hold, next_limit
 from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.dispatch import Dispatcher, Flight, draw
 from slipstream.orchestrator.evals import Evaluator, is_due
-from slipstream.orchestrator.groups import Open, fruitless_after, judge, next_env, pass_rate, play_group
+from slipstream.orchestrator.groups import Open, fruitless_after, judge, last_error, next_env, pass_rate, play_group
 from slipstream.orchestrator.ledger import Ledger
 from slipstream.orchestrator.pack import make_batch
 from slipstream.orchestrator.publish import Metrics, Publisher
@@ -281,8 +281,9 @@ class Orchestrator:
         self._fruitless = fruitless_after(self._fruitless, closed, verdict)
         if self._fruitless >= self.settings.max_fruitless_groups:
             self.stop(
-                f"fruitless: {self._fruitless} groups in a row gave nothing to train (equal rewards, or every rollout failed); "
-                "change the tasks' difficulty, or raise orchestrator.max_fruitless_groups"
+                f"fruitless: {self._fruitless} groups in a row gave nothing to train "
+                f"({last_error(closed.rollouts) or 'rewards equal within each group'}); "
+                "mend the environment or change the tasks' difficulty, or raise orchestrator.max_fruitless_groups"
             )
         self._can_learn.set()
         self._can_collect.set()
@@ -367,12 +368,17 @@ class Orchestrator:
             metrics.event("eval_abandoned", version=version, seconds=self.parts.deadlines.eval_s)
             return
         await self.parts.store.write_eval(version, rollouts)
+        for env in [env for env, result in results.items() if not result.samples]:
+            del results[env]
+            metrics.event("eval_failed", version=version, env=env, error=last_error(r for r in rollouts if r.task.env == env))
+        if not results:
+            return
         ledger.record_eval(version, {env: result.as_dict() for env, result in results.items()})
         for env, result in results.items():
             fields = result.as_dict()
             metrics.event("eval", version=version, env=env, **fields)
             metrics.log(version, {f"orchestrator/eval/{env}/{name}": fields[name] for name in ("avg_at_k", "pass_at_k", "reward_mean")})
-        target, reached = self.config.stop_at_eval, sum(result.avg_at_k for result in results.values()) / len(results)
+        target, reached = self.config.stop_at_eval, sum(result.avg_at_k for result in results.values()) / len(self.envs)
         if target is not None and reached >= target:
             self.stop("stop_at_eval")
 

@@ -368,3 +368,12 @@ async def test_a_truncated_error_is_what_an_environment_catches(tokenizer):
 
     rollout = await play(Catches(), ScriptedEngine(tokenizer, "x<|im_end|>"), tokenizer, max_turns=1)
     assert (rollout.outcome, rollout.reward) == (Outcome.truncated, 0.25)
+
+
+async def test_an_environment_that_calls_exit_costs_its_rollout_and_not_the_process(tokenizer):
+    class Exits(Test):
+        async def prompt(self, task):
+            raise SystemExit(7)
+
+    rollout = await play(Exits(), ScriptedEngine(tokenizer), tokenizer)
+    assert rollout.outcome is Outcome.env_error and "SystemExit: 7" in rollout.error

@@ -67,3 +67,11 @@ def test_a_run_that_goes_on_is_neither_resumed_nor_deleted(config):
         assert (folder / "endpoints" / "engine-0.json").exists()
     with run_folder.opened(config, resume=True):
         assert not (folder / "endpoints" / "engine-0.json").exists()
+
+
+def test_what_an_error_message_says_to_change_may_change(config):
+    run_folder.create(config)
+    trainer = {**config.trainer.model_dump(), "batch_timeout_s": 9.0, "max_bad_steps": 9}
+    trainer["optim"]["lr"] = 1e-7
+    orchestrator = config.orchestrator.replace(max_fruitless_groups=9)
+    run_folder.reopen(config.replace(trainer=trainer, orchestrator=orchestrator, engine=config.engine.replace(host="::1", port=9)))

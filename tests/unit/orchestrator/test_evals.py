@@ -113,3 +113,12 @@ def test_a_mixed_version_is_no_grade_even_at_the_last_try():
     result, rollouts, _, _ = evaluate(play, tasks=2)
     assert result.samples == 1
     assert (rollouts[1].reward, rollouts[1].outcome) == (None, Outcome.infra_error)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.env_error, Outcome.reward_error])
+def test_a_broken_environment_is_not_played_again_and_has_no_score(outcome):
+    async def play(task, id, group_id, version):
+        return rollout(id, outcome=outcome, task=task)
+
+    result, rollouts, seconds, _ = evaluate(play, tasks=3)
+    assert (result.samples, result.ungraded, len(rollouts), seconds) == (0, 3, 3, 0.0)

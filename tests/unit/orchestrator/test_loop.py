@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.ledger import Ledger
 from slipstream.orchestrator.loop import BoundEnv, Orchestrator, Parts
 from slipstream.orchestrator.waits import Deadlines
+from slipstream.types import Outcome, Rollout
 from tests.sim import clock
 
 
@@ -177,3 +179,20 @@ def test_everything_that_ended_is_stored_before_it_is_dropped():
     _, run = play()
     stored = {id for ids in run.store.rollouts.values() for id in ids}
     assert len(stored) == sum(run.ledger.outcomes.values())
+
+
+def test_an_environment_that_always_fails_ends_the_run_at_once_with_its_error():
+    async def fails(task, rollout_id, group_id, version):
+        return Rollout(rollout_id, task, group_id, Outcome.reward_error, error="RewardError: reward is nan", version_start=version)
+
+    async def main():
+        run = Run()
+        bound = run.orchestrator.envs["fake"]
+        run.orchestrator.envs["fake"] = replace(bound, player=fails)
+        run.orchestrator.evaluator._envs = [(bound.config, bound.env, fails)]
+        return await run(), run, asyncio.get_running_loop().time()
+
+    reason, run, seconds = clock.run(main())
+    assert reason.startswith("fruitless: 10 groups in a row") and "reward_error: RewardError: reward is nan" in reason
+    assert seconds < 60.0  # the first evaluation does not wait for grades that will not come
+    assert events(run, "eval") == [] and "reward is nan" in events(run, "eval_failed")[0]["error"]
