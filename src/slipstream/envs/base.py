@@ -18,9 +18,10 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import xxhash
 
+from slipstream import ports
 from slipstream.config.envs import EnvConfig
 from slipstream.envs.hooks import run_hook
-from slipstream.errors import ConfigError, RewardError, StateError
+from slipstream.errors import ConfigError, EnvError, RewardError, StateError
 from slipstream.ports import Policy
 from slipstream.types import Task
 
@@ -161,6 +162,17 @@ def load_env(config: EnvConfig, seed: int) -> Env:
         raise ConfigError(f"envs[{config.label}].args = {config.args!r}: {error}") from error
     env.name, env.hook_timeout_s = config.label, config.turn_timeout_s
     return env
+
+
+def count_tasks(env: ports.Env, split: str) -> int:
+    """Size of a split. Raises EnvError where the environment raises anything or has no tasks: without them there is no run."""
+    try:
+        count = env.num_tasks(split)
+    except Exception as error:
+        raise EnvError(f"environment {env.name!r}: num_tasks({split!r}) raised {one_line(error)}") from error
+    if count < 1:
+        raise EnvError(f"environment {env.name!r}: num_tasks({split!r}) is {count}; expected at least 1")
+    return count
 
 
 def _find(id_: str) -> type[Env]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.chat.tokenizer import ChatTokenizer
-from slipstream.envs.base import Env
+from slipstream.envs.base import Env, count_tasks
 from slipstream.envs.tokens import TokenPrefix, TurnTokens
 from slipstream.types import BoolArray, IntArray
 
@@ -18,7 +18,7 @@ def demonstration_samples(env: Env, tokenizer: ChatTokenizer, num: int, seed: in
     """
     rng = np.random.default_rng(seed)
     turn_tokens = TurnTokens(tokenizer)
-    size = env.num_tasks("train")
+    size = count_tasks(env, "train")
     order = np.concatenate([rng.permutation(size) for _ in range(-(-num // size))])[:num]
     return [tokenize(env.demonstration(env.task("train", int(i)), rng, noise), env, turn_tokens) for i in order]
 

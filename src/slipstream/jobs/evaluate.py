@@ -14,7 +14,7 @@ from slipstream.config import RunConfig
 from slipstream.config.envs import EnvConfig
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.local import local_engine
-from slipstream.envs.base import load_env
+from slipstream.envs.base import count_tasks, load_env
 from slipstream.envs.play import EnvPlayer
 from slipstream.ports import Engine
 from slipstream.types import Rollout
@@ -46,7 +46,7 @@ async def _scores(config: RunConfig, env_config: EnvConfig, engine: Engine, toke
         async with room:
             return await player(task, f"eval-{index}-{k}", task.id, 0)
 
-    tasks = min(config.eval.tasks, env.num_tasks("eval"))
+    tasks = min(config.eval.tasks, count_tasks(env, "eval"))
     rollouts = await asyncio.gather(*(one(i, k) for i in range(tasks) for k in range(config.eval.samples)))
     rewards = np.array([r.reward if r.reward is not None else np.nan for r in rollouts])
     outcomes: dict[str, int] = {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from slipstream.chat.template import plain_messages, render
 from slipstream.config.envs import EnvConfig
-from slipstream.envs.base import load_env
+from slipstream.envs.base import count_tasks, load_env
 from slipstream.models.maker import CHAT_TEMPLATE, make_model
 
 CORPUS_TASKS = 1000
@@ -27,6 +27,6 @@ def corpus(envs: Sequence[str], seed: int) -> Iterator[str]:
     for name in envs:
         env = load_env(EnvConfig(id=name), seed)
         rng = np.random.default_rng(seed)
-        for index in range(min(CORPUS_TASKS, env.num_tasks("train"))):
+        for index in range(min(CORPUS_TASKS, count_tasks(env, "train"))):
             messages = plain_messages(env.demonstration(env.task("train", index), rng))
             yield render(CHAT_TEMPLATE, {"messages": messages, "tools": env.tools or None, "add_generation_prompt": False})

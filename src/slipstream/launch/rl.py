@@ -10,7 +10,7 @@ from rich.markup import escape
 from slipstream.algorithms.custom import import_function
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
-from slipstream.envs.base import load_env
+from slipstream.envs.base import count_tasks, load_env
 from slipstream.errors import ModelError
 from slipstream.launch import run_folder
 from slipstream.launch.local import RoleDied, Supervisor
@@ -60,10 +60,12 @@ def _advice(folder: Path) -> str:
 def check_inputs(config: RunConfig) -> None:
     """Refuse a model, an environment or a custom function that no role could load, before a process says so.
 
-    Raises ModelError, ConfigError.
+    Raises ModelError, ConfigError, EnvError.
     """
     for env in config.envs:
-        load_env(env, config.seed)
+        loaded = load_env(env, config.seed)
+        for split in ("train", "eval"):
+            count_tasks(loaded, split)
         if env.advantage.path is not None:
             import_function(env.advantage.path, f"envs[{env.label}].advantage.path")
     if config.trainer.loss.type == "custom":

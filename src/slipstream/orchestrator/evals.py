@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from slipstream.config.envs import EnvConfig, EvalConfig
+from slipstream.envs.base import count_tasks
 from slipstream.orchestrator.dispatch import CANCEL_GRACE_S, Flight, draw
 from slipstream.ports import Env, Player
 from slipstream.types import Outcome, Rollout, Task
@@ -111,7 +112,7 @@ class Evaluator:
     async def _play_all(self, version: int) -> tuple[dict[str, EvalResult], list[Rollout]]:
         jobs: deque[tuple[EnvConfig, Player, Task, str]] = deque()
         for config, env, player in self._envs:
-            for index in range(min(self._config.tasks, env.num_tasks("eval"))):
+            for index in range(min(self._config.tasks, count_tasks(env, "eval"))):
                 task = draw(env, "eval", index)
                 jobs.extend((config, player, task, f"e{version:06d}-{config.label}-{index}-{k}") for k in range(self._config.samples))
         rollouts: list[Rollout] = []

@@ -26,7 +26,7 @@ from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig, load
 from slipstream.config.envs import EnvConfig, EvalConfig
 from slipstream.config.serve import SamplingConfig
-from slipstream.envs.base import load_env
+from slipstream.envs.base import count_tasks, load_env
 from slipstream.envs.play import EnvPlayer, greedy
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.orchestrator.curriculum import Curriculum
@@ -91,7 +91,7 @@ def _bind_envs(config: RunConfig, engine: Engine, state: Mapping[str, Any]) -> t
     for env_config in config.envs:
         env = load_env(env_config, config.seed)
         player = partial(EnvPlayer, env, engine, tokenizer, env_config, config.model.seq_len)
-        curriculum = _curriculum(config, env.num_tasks("train"), state.get("curricula", {}).get(env_config.label))
+        curriculum = _curriculum(config, count_tasks(env, "train"), state.get("curricula", {}).get(env_config.label))
         bound.append(BoundEnv(env_config, env, player(), player(sampling=eval_sampling(env_config, config.eval)), curriculum))
     return tuple(bound)
 

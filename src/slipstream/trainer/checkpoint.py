@@ -7,6 +7,7 @@ previous one; it is verified before anything older is removed, and again when it
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -52,7 +53,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 def list_steps(checkpoints: Path) -> list[int]:
     """Steps with a checkpoint folder, ascending; whether it is whole is for `read` to say."""
-    return sorted(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
+    return sorted(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*") if path.name[5:].isdigit())
 
 
 def save(
@@ -72,8 +73,9 @@ def save(
     shutil.rmtree(temp, ignore_errors=True)
     try:
         temp.mkdir(parents=True)
-        _write_tensors(temp / MODEL, model)
-        _write_tensors(temp / OPTIMIZER, optimizer)
+        for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
+            write_tensors(temp / name, tensors)
+            fsync_file(temp / name)
         write_durably(temp / STATE, json.dumps(dict(state)).encode())
         manifest = {
             "schema": SCHEMA,
@@ -140,14 +142,14 @@ def prune(checkpoints: Path, keep_last: int) -> int:
     return steps[-keep_last:][0]
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Durably. safetensors reports failed writes as its own error, with the errno in the text: turned back into OSError."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Not yet synced. safetensors reports failed writes as its own error, with the errno in the text: turned back into OSError."""
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else 0, f"{path}: {error}") from None
-    fsync_file(path)
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from None
 
 
 def _commit(temp: Path, final: Path) -> None:

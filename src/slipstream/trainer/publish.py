@@ -7,20 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from slipstream.trainer.checkpoint import write_tensors
 from slipstream.transport.weights import TENSORS_FILE, list_versions, seal, version_folder
 from slipstream.types import PolicyVersion
 
 
 def publish(weights: Path, number: int, tensors: Mapping[str, torch.Tensor], parent: int | None) -> PolicyVersion:
-    """Write `tensors` (HF names) as version `number` into the folder `weights`. Readers see the whole version or none."""
+    """Write `tensors` (HF names) as version `number` into the folder `weights`. Readers see the whole version or none.
+
+    Raises OSError, naming the file, when it cannot be written (a full disk among others).
+    """
     temp = weights / f".tmp-v{number:06d}"
     if temp.exists():
         shutil.rmtree(temp)
     temp.mkdir(parents=True)
-    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, temp / TENSORS_FILE, metadata={"format": "pt"})
+    write_tensors(temp / TENSORS_FILE, tensors)
     return seal(temp, weights, number, parent)
 
 

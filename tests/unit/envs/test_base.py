@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from slipstream.config.envs import EnvConfig
-from slipstream.envs.base import BUILT_IN, Env, draw_task, load_env
-from slipstream.errors import ConfigError, StateError
+from slipstream.envs.base import BUILT_IN, Env, count_tasks, draw_task, load_env
+from slipstream.errors import ConfigError, EnvError, StateError
 
 
 class Mine(Env):
@@ -122,3 +122,17 @@ def test_environments_and_the_player_import_without_torch():
         "import slipstream.orchestrator.filters, slipstream.orchestrator.curriculum\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("count", "reason"), [("none", "is 0; expected at least 1"), ("raises", "raised FileNotFoundError: tasks.json")])
+def test_without_tasks_there_is_no_run(count, reason):
+    class Empty(Env):
+        name = "empty"
+
+        def num_tasks(self, split):
+            if count == "raises":
+                raise FileNotFoundError("tasks.json")
+            return 0
+
+    with pytest.raises(EnvError, match=reason):
+        count_tasks(Empty(), "eval")

@@ -115,7 +115,7 @@ def test_a_full_disk_is_an_os_error_and_leaves_nothing_behind_but_the_previous_c
             save(tmp_path, 2, size=50_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.errno == errno.EFBIG
+    assert caught.value.errno == errno.EFBIG and "step_000002" in caught.value.filename
     assert os.listdir(tmp_path) == ["step_000001"]
     assert newest_valid(tmp_path, silent).step == 1  # type: ignore[union-attr]
 
@@ -132,3 +132,9 @@ def test_pruning_keeps_the_newest_and_says_which_is_the_oldest_left(tmp_path):
     assert prune(tmp_path, keep_last=2) == 10
     assert list_steps(tmp_path) == [10, 15]
     assert prune(tmp_path, keep_last=3) == 10
+
+
+def test_a_folder_that_is_no_checkpoint_is_no_obstacle(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step_000001.bak").mkdir()
+    assert newest_valid(tmp_path, silent).step == 1  # type: ignore[union-attr]
