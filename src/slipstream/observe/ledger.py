@@ -7,12 +7,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from slipstream.errors import WireError
+
 LEDGER = "ledger.sqlite"
 STATUSES = ("trained", "dropped", "in_flight", "ready")
 """Where an issued rollout can be. The ledger balances when each is in exactly one of these."""
 
 
 def read_ledger(run_folder: Path) -> dict[str, Any] | None:
+    """The counts of `_counts`. Raises WireError when the file is no readable ledger."""
+    try:
+        return _counts(run_folder)
+    except sqlite3.DatabaseError as error:
+        path = Path(run_folder) / LEDGER
+        raise WireError(f"{path} is not a readable ledger ({error}); restore it from a backup, or move it away to see the rest") from error
+
+
+def _counts(run_folder: Path) -> dict[str, Any] | None:
     """Counts of the ledger: `by_status`, `by_outcome`, `by_reason`, `issued`, `balanced`. None when there is no ledger yet.
 
     Balanced: every issued rollout is in exactly one status, and those that are trained are exactly those of the table `trained`, at

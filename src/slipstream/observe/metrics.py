@@ -81,6 +81,14 @@ class MetricsWriter:
             raise OSError(errno.ENOSPC, f"{FILE}: wrote {written} of {len(line)} bytes; is the disk full?")
 
 
+_FIELDS = {
+    "metrics": {"kind", "role", "time", "step", "values"},
+    "span": {"kind", "role", "name", "start", "end", "step"},
+    "event": {"kind", "name"},
+}
+"""Fields that readers rely on, by kind of line."""
+
+
 class MetricsTail:
     """Reads metrics.jsonl from where the last poll ended. A line is returned once it is complete."""
 
@@ -88,7 +96,7 @@ class MetricsTail:
         self._path = Path(run_folder) / FILE
         self._offset = 0
         self.unreadable = 0
-        """Lines so far that were no JSON object: torn by a crash or a full disk."""
+        """Lines so far that were no record: torn by a crash or a full disk, or without the fields of their kind."""
 
     def poll(self) -> list[Record]:
         """The lines that have been completed since the last poll, oldest first; [] while the file does not exist."""
@@ -108,7 +116,7 @@ class MetricsTail:
             record = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             record = None
-        if not isinstance(record, dict) or "kind" not in record:
+        if not isinstance(record, dict) or not _FIELDS.get(str(record.get("kind")), {"kind"}) <= record.keys():
             self.unreadable += 1
             return None
         if record["kind"] == "metrics":

@@ -5,6 +5,7 @@ from contextlib import closing
 
 import pytest
 
+from slipstream.errors import WireError
 from slipstream.observe.ledger import LEDGER, read_ledger
 from slipstream.orchestrator.ledger import Ledger
 
@@ -63,3 +64,9 @@ def test_a_ledger_that_does_not_add_up_is_not_balanced(tmp_path, monkeypatch, da
         ledger.commit()
     counts = read_ledger(run)
     assert counts is not None and counts["balanced"] is False
+
+
+def test_a_damaged_ledger_is_named(tmp_path):
+    (tmp_path / LEDGER).write_text("garbage " * 200)
+    with pytest.raises(WireError, match=r"ledger\.sqlite is not a readable ledger"):
+        read_ledger(tmp_path)

@@ -59,7 +59,9 @@ def test_a_torn_line_of_a_killed_process_costs_only_itself(tmp_path):
     assert tail.unreadable == 1
 
 
-@pytest.mark.parametrize("line", [b"[1, 2]\n", b"{}\n", b"\xff\xfe{}\n", b"nonsense\n"])
+@pytest.mark.parametrize(
+    "line", [b"[1, 2]\n", b"{}\n", b'{"kind":"metrics","role":"trainer"}\n', b'{"kind":"span"}\n', b"\xff\xfe{}\n", b"nonsense\n"]
+)
 def test_lines_that_are_no_record_are_counted_and_skipped(tmp_path, line):
     (tmp_path / FILE).write_bytes(line + b'{"kind":"event","name":"x"}\n')
     tail = MetricsTail(tmp_path)
