@@ -116,16 +116,18 @@ def _trl(python: Path, config: RunConfig, out: Path, every: int, threads: int, e
 
 
 def trl_pilots(python: Path, config: RunConfig, out: Path) -> list[dict[str, Any]]:
-    """Seconds per step of a few steps with each of TRL_PILOTS, the fastest first; those that take too long are last."""
+    """Seconds per step of a few steps with each of TRL_PILOTS, the fastest first; last those that take too long (None)."""
     short, found = config.replace(max_steps=PILOT_STEPS), []
     for threads, experts in TRL_PILOTS:
         try:
             ends = _trl(python, short, out, PILOT_STEPS + 1, threads, experts, PILOT_TIMEOUT_S)["step_ends_s"]
             seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
         except subprocess.TimeoutExpired:
-            seconds = float("inf")
+            seconds = None
         found.append({"threads": threads, "experts": experts, "step_s": seconds})
-    return sorted(found, key=lambda pilot: pilot["step_s"])
+    if all(pilot["step_s"] is None for pilot in found):
+        sys.exit(f"TRL made no {PILOT_STEPS} steps in {PILOT_TIMEOUT_S} s with any of {TRL_PILOTS}: is the machine busy?")
+    return sorted(found, key=lambda pilot: pilot["step_s"] or float("inf"))
 
 
 def batch_samples(config: RunConfig) -> int:

@@ -1,7 +1,7 @@
 """Generated tokens per second of the embedded engine, of transformers' `generate` and of vLLM, one thread each, on one checkpoint.
 
-Requests have 16 to 256 prompt tokens and 16 to 96 output tokens, drawn once from a seed; every engine gets the same. Each engine runs in
-its own process, and they take turns: round by round, at each number of concurrent requests. Time runs from the first request to the
+Requests have 16 to 256 prompt tokens and 16 to 96 output tokens (options), drawn once from a seed; every engine gets the same. Each engine
+runs in its own process, and they take turns: round by round, at each number of concurrent requests. Time runs from the first request to the
 last token and includes prefill. A ratio is slipstream / other, median over the rounds.
 
 The checkpoint has random weights and no end-of-sequence token, so each request runs to its length. Prompts are fresh in each round: no
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ from benchmarks.harness import finish, median, spread
 from slipstream.models.maker import make_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPT_TOKENS, OUTPUT_TOKENS = (16, 256), (16, 96)
-REQUESTS: Mapping[int, int] = {1: 3, 8: 24, 32: 96, 128: 256}
-"""Requests of one measurement, by how many are in flight."""
+REQUESTS: Mapping[int, int] = {1: 3, 8: 16, 32: 64, 128: 256}
+"""Requests of one measurement, by how many are in flight: whole batches for transformers (but for one in flight)."""
 COLUMNS = ("engine", "concurrency", "tokens_per_s", "spread", "ours_over_this", "tokens_per_cpu_s", "on_cpu_time", "requests", "experts")
 PRELOADS = ("libiomp5.so", "libtcmalloc_minimal.so.4")
 """What vLLM's documentation for CPUs asks to preload; those that this machine has are."""
@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="+", choices=list(REQUESTS), default=list(REQUESTS))
+    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(16, 256), metavar=("LEAST", "MOST"))
+    parser.add_argument("--output-tokens", type=int, nargs=2, default=(16, 96), metavar=("LEAST", "MOST"))
     parser.add_argument("--install-vllm", action="store_true", help="only make the environment of vLLM")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--quick", action="store_true", help="one round, a third of the requests, up to 32 in flight")
@@ -93,7 +95,8 @@ def main() -> None:
     model = checkpoint(args.preset)
     peers, missing = start(model, args.dtype, with_vllm=not args.no_vllm)
     try:
-        measured = measure(peers, counts, rounds, vocab_size=json.loads((model / "config.json").read_text())["vocab_size"])
+        mix = Mix(json.loads((model / "config.json").read_text())["vocab_size"], tuple(args.prompt_tokens), tuple(args.output_tokens))
+        measured = measure(peers, counts, rounds, mix)
     finally:
         for peer in peers:
             peer.close()
@@ -138,20 +141,28 @@ def vllm_environment(python: Path) -> dict[str, str]:
     }
 
 
-def requests(count: int, vocab_size: int, round_: int) -> tuple[list[list[int]], list[int]]:
-    """(prompts, output lengths): the same lengths in every round, other tokens."""
-    rng = np.random.default_rng(0)
-    sizes, lengths = (rng.integers(low, high + 1, count).tolist() for low, high in (PROMPT_TOKENS, OUTPUT_TOKENS))
-    rng = np.random.default_rng((count, round_))
-    return [rng.integers(0, vocab_size, size).tolist() for size in sizes], lengths
+@dataclass(frozen=True)
+class Mix:
+    """Which requests there are; ranges are (least, most) tokens."""
+
+    vocab_size: int
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+
+    def requests(self, count: int, round_: int) -> tuple[list[list[int]], list[int]]:
+        """(prompts, output lengths): the same lengths in every round, other tokens."""
+        rng = np.random.default_rng(0)
+        sizes, lengths = (rng.integers(low, high + 1, count).tolist() for low, high in (self.prompt_tokens, self.output_tokens))
+        rng = np.random.default_rng((count, round_))
+        return [rng.integers(0, self.vocab_size, size).tolist() for size in sizes], lengths
 
 
-def measure(peers: Sequence[Process], counts: Mapping[int, int], rounds: int, vocab_size: int) -> dict[tuple[str, int], list[dict]]:
+def measure(peers: Sequence[Process], counts: Mapping[int, int], rounds: int, mix: Mix) -> dict[tuple[str, int], list[dict]]:
     """Answers by (engine, concurrency), one a round. Round 0 is short and only warms up."""
     measured: dict[tuple[str, int], list[dict]] = {(peer.name, c): [] for peer in peers for c in counts}
     for round_ in range(rounds + 1):
         for concurrency, count in counts.items():
-            prompts, lengths = requests(count, vocab_size, round_)
+            prompts, lengths = mix.requests(count, round_)
             for peer in peers:
                 if round_ == 0:
                     peer.run(prompts[:concurrency], [2] * concurrency, concurrency)

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--snapshot-every", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--target", type=float, default=0.85, help="held-out success to reach; the warmed-up model has about 0.3")
-    parser.add_argument("--eval-tasks", type=int, default=256)
+    parser.add_argument("--eval-tasks", type=int, default=512)
     parser.add_argument("--quick", action="store_true", help="8 steps, no pilots, a target of 0.6: to see that it works")
     args = parser.parse_args()
     if args.quick:
@@ -133,7 +133,7 @@ def report(args: argparse.Namespace, runs: Sequence[dict[str, Any]], pilots: Seq
         "samples_ratio": median([our["samples_per_s"] / their["samples_per_s"] for our, their in pairs]),
         "time_ratio": median([their / our for our, their in times]) if reached else None,
     }
-    tried = ", ".join(f"{p['threads']} thread(s) with {p['experts']}: {p['step_s']:.2f} s" for p in pilots) or "none"
+    tried = ", ".join(f"{p['threads']} thread(s) with {p['experts']}: {p['step_s'] or 'too long'}" for p in pilots) or "none"
     trl = theirs[0]["versions"]["trl"]
     notes = f"TRL {trl}; seconds per step in its pilot runs: {tried}. Target: {args.target} on {args.eval_tasks} tasks."
     settings = {**vars(args), "pilots": list(pilots), "run": config.model_dump(mode="json")}
