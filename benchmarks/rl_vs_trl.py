@@ -133,7 +133,8 @@ def report(args: argparse.Namespace, runs: Sequence[dict[str, Any]], pilots: Seq
         "samples_ratio": median([our["samples_per_s"] / their["samples_per_s"] for our, their in pairs]),
         "time_ratio": median([their / our for our, their in times]) if reached else None,
     }
-    tried = ", ".join(f"{p['threads']} thread(s) with {p['experts']}: {p['step_s'] or 'too long'}" for p in pilots) or "none"
+    shown = [f"{p['threads']} thread(s), {p['experts']}: " + (f"{p['step_s']:.2f} s" if p["step_s"] else "too long") for p in pilots]
+    tried = ", ".join(shown) or "none"
     trl = theirs[0]["versions"]["trl"]
     notes = f"TRL {trl}; seconds per step in its pilot runs: {tried}. Target: {args.target} on {args.eval_tasks} tasks."
     settings = {**vars(args), "pilots": list(pilots), "run": config.model_dump(mode="json")}
