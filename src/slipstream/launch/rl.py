@@ -54,7 +54,7 @@ def _advice(folder: Path) -> str:
     """What to do after a role died."""
     if any((folder / "batches").glob("step_*.batch")) or any((folder / "checkpoints").glob("step_*")):
         return "Nothing that was trained is lost. Go on with the same command and --resume."
-    return "No batch was trained yet. Mend the cause and start afresh with --clean."
+    return "No batch was trained yet. Mend the cause and go on with --resume, or start afresh with --clean."
 
 
 def check_inputs(config: RunConfig) -> None:
