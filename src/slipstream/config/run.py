@@ -139,6 +139,8 @@ class RunConfig(Section):
                 f"trainer.row_tokens = {self.trainer.row_tokens} and model.seq_len = {self.model.seq_len}: "
                 "a row must hold the longest sample, so row_tokens must be at least seq_len"
             )
+        if self.stop_at_eval is not None and self.eval.tasks == 0:
+            raise ValueError(f"stop_at_eval = {self.stop_at_eval} and eval.tasks = 0: without evaluation it can never be reached")
         labels = [env.label for env in self.envs]
         for label in labels:
             if labels.count(label) > 1:

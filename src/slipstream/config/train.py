@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
+
+S = TypeVar("S", bound=Section)
+
+
+def _check_band(section: S, loss: str, low_key: str, low: float, high_key: str, high: float) -> S:
+    if low > high:
+        raise ValueError(
+            f"{loss}.{low_key} = {low} and {loss}.{high_key} = {high}: no ratio lies in that band, so nothing would be trained"
+        )
+    return section
+
 
 # ---- losses: formulas and sources in docs/algorithms.md; one function each in slipstream.algorithms.losses ----
 
@@ -46,6 +57,10 @@ class IcePopLoss(Section):
     low: float = Field(default=0.5, gt=0)
     high: float = Field(default=5.0, gt=0)
 
+    @model_validator(mode="after")
+    def _ordered(self):
+        return _check_band(self, "icepop", "low", self.low, "high", self.high)
+
 
 class GspoLoss(Section):
     """GSPO: one length-normalised sequence ratio, clipped per sequence."""
@@ -64,6 +79,10 @@ class PolicyGradientLoss(Section):
     tis_cap: float = Field(default=2.0, gt=0)
     mis_low: float = Field(default=0.5, gt=0)
     mis_high: float = Field(default=2.0, gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        return _check_band(self, "policy_gradient", "mis_low", self.mis_low, "mis_high", self.mis_high)
 
 
 class CustomLoss(Section):

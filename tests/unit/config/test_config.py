@@ -62,6 +62,8 @@ def test_an_unknown_loss_type_lists_the_known_ones():
         ('envs=[{"id": "calculator", "group_size": 1}]', ("group_size = 1", "min_group = 2")),
         ('envs=[{"id": "calculator", "sampling": {"temperature": 0}}]', ("temperature = 0",)),
         ('envs=[{"id": "calculator", "sampling": {"max_tokens": 5000}}]', ("max_tokens = 5000", "seq_len = 1024")),
+        ('trainer.loss={"type": "icepop", "low": 6}', ("low = 6.0", "high = 5.0")),
+        ('trainer.loss={"type": "policy_gradient", "mis_low": 3}', ("mis_low = 3.0", "mis_high = 2.0")),
         ("orchestrator.concurrency.min=100", ("min = 100", "initial = 64")),
         ('envs=[{"id": "calculator", "advantage": {"type": "custom"}}]', ("'custom'", "path = None")),
     ],
@@ -69,6 +71,11 @@ def test_an_unknown_loss_type_lists_the_known_ones():
 def test_contradictions_name_both_keys_and_both_values(setting, named):
     message = refused(setting)
     assert all(part in message for part in named), message
+
+
+def test_a_target_that_no_evaluation_can_reach_is_refused():
+    message = refused("stop_at_eval=0.9", "eval.tasks=0")
+    assert "stop_at_eval = 0.9" in message and "eval.tasks = 0" in message
 
 
 def test_a_missing_file_and_a_broken_file_are_named(tmp_path):
