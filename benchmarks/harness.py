@@ -61,7 +61,8 @@ def finish(
         "runs": [dict(run) for run in runs],
         "notes": notes,
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    here = f"{Path(__file__).resolve().parents[1]}/"  # paths in the record are relative to the checkout
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1, default=str).replace(here, "") + "\n")
     print(json.dumps(dict(headline), default=str))
 
 
