@@ -17,7 +17,7 @@ from slipstream.engine.local import local_engine
 from slipstream.envs.base import count_tasks, load_env
 from slipstream.envs.play import EnvPlayer
 from slipstream.ports import Engine
-from slipstream.types import Rollout
+from slipstream.types import Outcome, Rollout
 
 
 def evaluate(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -42,9 +42,13 @@ async def _scores(config: RunConfig, env_config: EnvConfig, engine: Engine, toke
     room = asyncio.Semaphore(config.engine.max_running)
 
     async def one(index: int, k: int) -> Rollout:
-        task = env.task("eval", index)
+        task, id = env.task("eval", index), f"eval-{index}-{k}"
         async with room:
-            return await player(task, f"eval-{index}-{k}", task.id, 0)
+            try:
+                async with asyncio.timeout(env_config.rollout_timeout_s):
+                    return await player(task, id, task.id, 0)
+            except TimeoutError:
+                return Rollout(id, task, task.id, Outcome.cut)
 
     tasks = min(config.eval.tasks, count_tasks(env, "eval"))
     rollouts = await asyncio.gather(*(one(i, k) for i in range(tasks) for k in range(config.eval.samples)))
