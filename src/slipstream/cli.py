@@ -130,6 +130,8 @@ def eval(
 
     scores = evaluate(_with_model(load(RunConfig, files, sets), model))
     print(json.dumps(scores)) if as_json else print_scores(scores)
+    if not all(row["graded"] for row in scores.values()):
+        raise typer.Exit(1)
 
 
 @command("slipstream make-model models/tiny-moe --preset tiny-moe --env calculator", name="make-model")

@@ -110,4 +110,4 @@ def test_eval_scores_a_folder(job):
     result = slipstream("eval", job.config, "--json", "--set", "eval.tasks=16")
     assert result.returncode == 0, result.stderr
     scores = json.loads(result.stdout)["calculator"]
-    assert scores["tasks"] == 16 and 0 <= scores["success"] <= 1
+    assert scores["tasks"] == 16 and 0 <= scores["avg_at_k"] <= scores["pass_at_k"] <= 1

@@ -1,11 +1,16 @@
-"""`slipstream eval`: held-out scores of a model folder, with an engine in this process."""
+"""`slipstream eval`: held-out scores of a model folder, with an engine in this process.
+
+The same evaluation as a run's own (`slipstream.orchestrator.evals`), of one folder instead of a live version.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -14,62 +19,73 @@ from slipstream.config import RunConfig
 from slipstream.config.envs import EnvConfig
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.local import local_engine
-from slipstream.envs.base import count_tasks, load_env
+from slipstream.envs.base import load_env
 from slipstream.envs.play import EnvPlayer
-from slipstream.ports import Engine
-from slipstream.types import Outcome, Rollout
+from slipstream.errors import ConfigError
+from slipstream.orchestrator.evals import EvalResult, Evaluator, eval_sampling
+from slipstream.ports import Engine, Env, Player
+from slipstream.types import Rollout
+
+VERSION = 0
 
 
 def evaluate(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Scores by environment: tasks, samples, success (share of rollouts at or above success_reward), reward_mean, outcomes."""
+    """Scores by environment, as `_row` lists them.
+
+    Raises ConfigError (eval.tasks is 0), ModelError, EnvError (an environment without tasks).
+    """
     import torch
 
+    if config.eval.tasks == 0:
+        raise ConfigError("eval.tasks = 0 turns evaluation off: nothing to play. Set eval.tasks to at least 1")
     torch.set_num_threads(config.engine.threads)
     return asyncio.run(_evaluate(config))
 
 
 async def _evaluate(config: RunConfig) -> dict[str, dict[str, Any]]:
     tokenizer = ChatTokenizer.load(config.model.path)
-    engine = EmbeddedEngine(config.model.path, config.engine, config.model.seq_len, seed=config.seed, version=0)
+    engine = EmbeddedEngine(config.model.path, config.engine, config.model.seq_len, seed=config.seed, version=VERSION)
     async with local_engine(engine) as port:
-        return {env.label: await _scores(config, env, port, tokenizer) for env in config.envs}
+        envs = [_bind(config, env, port, tokenizer) for env in config.envs]
+        # one try: there is no other process that could come back, and a deadline that was missed once would be missed again
+        evaluator = Evaluator(envs, config.eval, lambda: config.engine.max_running, time.time, tries=1)
+        results, rollouts = await evaluator.play_all(VERSION)
+    return {label: _row(config, result, [r for r in rollouts if r.task.env == label]) for label, result in results.items()}
 
 
-async def _scores(config: RunConfig, env_config: EnvConfig, engine: Engine, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def _bind(config: RunConfig, env_config: EnvConfig, engine: Engine, tokenizer: ChatTokenizer) -> tuple[EnvConfig, Env, Player]:
     env = load_env(env_config, config.seed)
-    sampling = env_config.sampling.replace(temperature=config.eval.temperature)
-    player = EnvPlayer(env, engine, tokenizer, env_config, config.model.seq_len, sampling=sampling)
-    room = asyncio.Semaphore(config.engine.max_running)
+    sampling = eval_sampling(env_config, config.eval)
+    return env_config, env, EnvPlayer(env, engine, tokenizer, env_config, config.model.seq_len, sampling=sampling)
 
-    async def one(index: int, k: int) -> Rollout:
-        task, id = env.task("eval", index), f"eval-{index}-{k}"
-        async with room:
-            try:
-                async with asyncio.timeout(env_config.rollout_timeout_s):
-                    return await player(task, id, task.id, 0)
-            except TimeoutError:
-                return Rollout(id, task, task.id, Outcome.cut)
 
-    tasks = min(config.eval.tasks, count_tasks(env, "eval"))
-    rollouts = await asyncio.gather(*(one(i, k) for i in range(tasks) for k in range(config.eval.samples)))
-    rewards = np.array([r.reward if r.reward is not None else np.nan for r in rollouts])
-    outcomes: dict[str, int] = {}
-    for rollout in rollouts:
-        outcomes[rollout.outcome.value] = outcomes.get(rollout.outcome.value, 0) + 1
-    graded = rewards[~np.isnan(rewards)]
+def _row(config: RunConfig, result: EvalResult, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """One environment. The averages are None where nothing was graded; `errors`: an example for each outcome without a grade."""
+    graded = result.as_dict()
+    averages = {name: graded[name] if result.samples else None for name in ("avg_at_k", "pass_at_k", "reward_mean")}
     return {
-        "tasks": tasks,
-        "samples": config.eval.samples,
-        "success": float((graded >= config.eval.success_reward).mean()) if len(graded) else None,
-        "reward_mean": float(graded.mean()) if len(graded) else None,
-        "outcomes": outcomes,
+        "tasks": len({rollout.task.id for rollout in rollouts}),
+        "k": config.eval.samples,
+        **averages,
+        "graded": result.samples,
+        "ungraded": result.ungraded,
+        "outcomes": dict(Counter(rollout.outcome.value for rollout in rollouts)),
+        "errors": {r.outcome.value: r.error or "past its deadline (rollout_timeout_s)" for r in rollouts if not r.outcome.gradable},
     }
 
 
-def print_scores(scores: dict[str, dict[str, Any]]) -> None:
-    table = Table("environment", "tasks", "samples", "success", "reward", "outcomes")
-    for name, row in scores.items():
-        outcomes = ", ".join(f"{key} {count}" for key, count in row["outcomes"].items())
-        numbers = ["-" if row[key] is None else f"{row[key]:.3f}" for key in ("success", "reward_mean")]
-        table.add_row(name, str(row["tasks"]), str(row["samples"]), *numbers, outcomes)
-    Console().print(table)
+def print_scores(scores: dict[str, dict[str, Any]], console: Console | None = None) -> None:
+    """A row an environment, and below the table why rollouts have no grade, where some have none."""
+    console = console or Console()
+    k = next(iter(scores.values()))["k"]
+    table = Table(title="held-out tasks")
+    for name in ("environment", "tasks", f"avg@{k}", f"pass@{k}", "reward", "outcomes"):
+        table.add_column(name, justify="left" if name in ("environment", "outcomes") else "right")
+    for label, row in scores.items():
+        averages = ["-" if row[name] is None else f"{row[name]:.3f}" for name in ("avg_at_k", "pass_at_k", "reward_mean")]
+        table.add_row(label, str(row["tasks"]), *averages, ", ".join(f"{name} {count}" for name, count in sorted(row["outcomes"].items())))
+    console.print(table)
+    for label, row in scores.items():
+        for outcome, error in row["errors"].items():
+            line = f"{label}: {row['outcomes'][outcome]} {outcome}, in no average. One of them: {error}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)

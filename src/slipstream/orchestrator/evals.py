@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from slipstream.config.envs import EnvConfig, EvalConfig
+from slipstream.config.serve import SamplingConfig
 from slipstream.envs.base import count_tasks
+from slipstream.envs.play import greedy
 from slipstream.orchestrator.dispatch import CANCEL_GRACE_S, Flight, draw
 from slipstream.ports import Env, Player
 from slipstream.types import Outcome, Rollout, Task
@@ -55,6 +57,13 @@ def is_due(version: int, last_eval: int, config: EvalConfig, final: bool = False
     return bool(config.interval) and version // config.interval > max(last_eval, 0) // config.interval
 
 
+def eval_sampling(env: EnvConfig, config: EvalConfig) -> SamplingConfig:
+    """The environment's limits at the evaluation's temperature; greedy at 0."""
+    if config.temperature == 0:
+        return greedy(env.sampling)
+    return env.sampling.replace(temperature=config.temperature)
+
+
 def is_pinned(rollout: Rollout, version: int) -> bool:
     """Whether every token of the rollout was sampled by `version`."""
     return all(v == version for turn in rollout.turns for v, n in turn.completion.versions if n)
@@ -87,29 +96,32 @@ class Evaluator:
         limit: Callable[[], int],
         wall: Callable[[], float],
         grace_s: float = CANCEL_GRACE_S,
+        tries: int = TRIES,
     ):
-        """`limit`: rollouts that may run at once, now. `wall`: seconds since the epoch."""
+        """`limit`: rollouts that may run at once, now. `wall`: seconds since the epoch. `tries`: plays of a rollout without a grade."""
         self.in_flight = 0
         self._envs = envs
         self._config = config
         self._limit = limit
         self._wall = wall
         self._grace_s = grace_s
+        self._tries = tries
 
     async def run(self, version: int) -> tuple[dict[str, EvalResult], list[Rollout]]:
         """Evaluate `version`, which is live and stays so. Results by environment, and all rollouts.
 
-        Waits for: its own rollouts, each of which ends by `rollout_timeout_s` and is tried `TRIES` times. Where an environment got no grade
+        Waits for: its own rollouts, each of which ends by `rollout_timeout_s` and is tried `tries` times. Where an environment got no grade
         at all, everything is played again, for as long as the caller waits: no grade is not a score of 0. Unless it failed by itself
         every time: its result then has no `samples`.
         """
         while True:
-            results, rollouts = await self._play_all(version)
+            results, rollouts = await self.play_all(version)
             if all(result.samples or _broken(rollouts, label) for label, result in results.items()):
                 return results, rollouts
             await asyncio.sleep(RETRY_DELAYS_S[0])
 
-    async def _play_all(self, version: int) -> tuple[dict[str, EvalResult], list[Rollout]]:
+    async def play_all(self, version: int) -> tuple[dict[str, EvalResult], list[Rollout]]:
+        """As `run`, once: an environment may be left without a grade."""
         jobs: deque[tuple[EnvConfig, Player, Task, str]] = deque()
         for config, env, player in self._envs:
             for index in range(min(self._config.tasks, count_tasks(env, "eval"))):
@@ -135,7 +147,7 @@ class Evaluator:
             if rollout.outcome in FINAL or (rollout.outcome.gradable and is_pinned(rollout, version)):
                 return rollout
             attempt += 1
-            if attempt == TRIES:
+            if attempt == self._tries:
                 return _ungraded(rollout)
             await asyncio.sleep(RETRY_DELAYS_S[attempt - 1])
 

@@ -4,7 +4,7 @@ import pytest
 
 from slipstream.config.envs import EnvConfig, EvalConfig
 from slipstream.fakes import FakeEnv
-from slipstream.orchestrator.evals import Evaluator, is_due, is_pinned, score
+from slipstream.orchestrator.evals import Evaluator, eval_sampling, is_due, is_pinned, score
 from slipstream.types import Outcome, Task
 from tests.sim import clock
 from tests.unit.orchestrator.make import rollout
@@ -46,6 +46,13 @@ def test_avg_at_k_and_pass_at_k_in_closed_form():
 
 def test_nothing_graded_is_no_score():
     assert score([rollout("a-0", outcome=Outcome.cut)], 1.0).samples == 0
+
+
+def test_evaluations_sample_at_their_own_temperature_within_the_environments_limits():
+    env = EnvConfig.model_validate({"id": "env", "sampling": {"max_tokens": 7, "top_p": 0.5}})
+    assert eval_sampling(env, EvalConfig()).model_dump() == {**env.sampling.model_dump(), "temperature": 0.0, "top_p": 1.0}
+    warm = eval_sampling(env, EvalConfig(temperature=0.7))
+    assert (warm.temperature, warm.max_tokens, warm.top_p) == (0.7, 7, 0.5)
 
 
 def evaluate(player, limit=4, **settings):
