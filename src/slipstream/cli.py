@@ -185,7 +185,7 @@ def report(run: RunFolder) -> None:
     print(write_report(run))
 
 
-@command("slipstream rollouts runs/quickstart --outcome completed --max-reward 0 --limit 3")
+@command("slipstream rollouts runs/quickstart --newest --outcome completed --max-reward 0 --limit 3")
 def rollouts(
     run: RunFolder,
     env: Annotated[str | None, typer.Option(help="Only this environment", show_default=False)] = None,
@@ -195,21 +195,27 @@ def rollouts(
     min_reward: Annotated[float | None, typer.Option(help="Reward at least", show_default=False)] = None,
     max_reward: Annotated[float | None, typer.Option(help="Reward at most", show_default=False)] = None,
     version: Annotated[int | None, typer.Option(help="Started under this policy version", show_default=False)] = None,
-    step: Annotated[int | None, typer.Option(help="Collected for this step", show_default=False)] = None,
-    limit: Annotated[int, typer.Option(help="Most rollouts to print")] = 5,
+    step: Annotated[
+        int | None, typer.Option(help="Collected for this step; with --eval: the evaluated version", show_default=False)
+    ] = None,
+    grep: Annotated[str | None, typer.Option(help="Only transcripts in which this regular expression is found", show_default=False)] = None,
+    evals: Annotated[bool, typer.Option("--eval", help="Held-out evaluations instead of training")] = False,
+    newest: Annotated[bool, typer.Option("--newest", help="The last step first")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Most rollouts to print")] = 5,
 ) -> None:
-    """Read trajectories as text."""
-    from slipstream.observe.rollouts import format_rollout, read_rollouts
+    """Read trajectories as text. Every filter that is given must fit."""
+    from slipstream.observe.find import find_transcripts, stored
 
     _check_run(run)
-    found = 0
-    for record in read_rollouts(
-        run, env=env, outcome=outcome, min_reward=min_reward, max_reward=max_reward, version=version, step=step, limit=limit
-    ):
-        print(format_rollout(record), end="\n\n")
-        found += 1
-    if not found:
-        print("no rollout matches", file=sys.stderr)
+    rewards = {"min_reward": min_reward, "max_reward": max_reward}
+    where = {"env": env, "outcome": outcome, "version": version, "step": step, "grep": grep, **rewards}
+    transcripts = find_transcripts(run, evals=evals, newest=newest, limit=limit, **where)
+    first = next(transcripts, None)
+    if first is None:
+        print(f"no rollout matches; {stored(run)}", file=sys.stderr)
+        return
+    for text in (first, *transcripts):
+        print(text, end="\n\n")
 
 
 # ---- roles --------------------------------------------------------------------------------------------------------

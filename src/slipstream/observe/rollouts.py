@@ -25,7 +25,7 @@ from slipstream.observe.columns import SCHEMA, to_table, whole_prompts
 from slipstream.observe.transcript import format_rollout
 from slipstream.types import Rollout
 
-__all__ = ["RolloutRecord", "RolloutWriter", "format_rollout", "read_rollouts", "rollout_files"]
+__all__ = ["RolloutRecord", "RolloutWriter", "file_number", "format_rollout", "read_rollouts", "rollout_files"]
 
 FOLDER = "rollouts"
 _JSON_COLUMNS = ("payload", "reward_parts", "messages")
@@ -77,33 +77,26 @@ def read_rollouts(
     version: int | None = None,
     step: int | None = None,
     evals: bool = False,
-    limit: int | None = None,
+    newest: bool = False,
 ) -> Iterator[RolloutRecord]:
     """Rollouts of a run that fit every given filter, by step, then in the order in which they were written.
 
     `version`: rollouts dispatched while it was live. `evals`: evaluation rollouts instead of training ones; `step` is then
-    the evaluated version. Raises WireError: a file is not readable parquet of this schema.
+    the evaluated version. `newest`: the last step first. Raises WireError: a file is not readable parquet of this schema.
     """
     wanted = _filter(env, outcome, min_reward, max_reward, version)
-    left = float("inf") if limit is None else limit
-    for path in rollout_files(run_folder, evals=evals):
-        if left <= 0:
-            return
-        if step is not None and _number(path) != step:
-            continue
-        for record in _read(path, wanted):
-            if left <= 0:
-                return
-            left -= 1
-            yield record
+    files = [path for path in rollout_files(run_folder, evals=evals) if step is None or file_number(path) == step]
+    for path in files[::-1] if newest else files:
+        yield from _read(path, wanted)
 
 
 def rollout_files(run_folder: Path, *, evals: bool = False) -> list[Path]:
     """The files of a run in order; [] when it has none yet."""
-    return sorted((Path(run_folder) / FOLDER).glob("eval_v*.parquet" if evals else "step_*.parquet"), key=_number)
+    return sorted((Path(run_folder) / FOLDER).glob("eval_v*.parquet" if evals else "step_*.parquet"), key=file_number)
 
 
-def _number(path: Path) -> int:
+def file_number(path: Path) -> int:
+    """The step, or the evaluated version, of a file."""
     return int(re.sub(r"\D", "", path.stem))
 
 

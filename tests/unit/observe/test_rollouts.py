@@ -99,8 +99,7 @@ def test_filters_select(tmp_path):
     assert ids(tmp_path, min_reward=0.5) == ["r1-0", "r2-0", "r3-0"]
     assert ids(tmp_path, version=1) == ["r2-0", "r2-1", "c2"]
     assert ids(tmp_path, env="another") == []
-    assert ids(tmp_path, min_reward=0, limit=3) == ["r1-0", "r1-1", "r2-0"]
-    assert ids(tmp_path, limit=0) == []
+    assert ids(tmp_path, min_reward=0, newest=True) == ["r3-0", "r3-1", "r2-0", "r2-1", "r1-0", "r1-1"]
     assert ids(tmp_path, evals=True) == ["e0", "e1"]
     assert ids(tmp_path, evals=True, step=3) == ["e1"]
 
