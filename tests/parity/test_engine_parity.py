@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.engine import fused, runner
+from slipstream.models import hf
+from slipstream.models.load import load_model
 from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, run, write_model
 
 LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 40]
 
 
-@pytest.fixture(scope="module")
-def moe_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("parity") / "moe", moe=True)
+GLM = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "attention_bias": True,
+}
+FAMILIES = {"qwen3_moe": {}, "glm4_moe": GLM}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def moe_folder(request, tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("parity") / "moe", moe=True, **FAMILIES[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +180,25 @@ def test_the_fused_step_equals_the_models_own_forward_pass(family_folder, monkey
         if a.routing is not None:
             np.testing.assert_array_equal(np.sort(a.routing.ids_TLK), np.sort(b.routing.ids_TLK))
     np.testing.assert_array_equal(fused_engine.expert_load, plain_engine.expert_load)
+
+
+def test_a_router_that_the_fused_step_does_not_know_takes_the_models_own_forward_pass(tmp_path):
+    engine = make_engine(write_model(tmp_path / "model", moe=True, **GLM))
+    run(engine, [ask("a", prompt(1, 9))])
+    assert engine._runner._fused is None
+
+
+def test_the_routing_bias_decides_who_is_chosen_and_what_is_captured(tmp_path):
+    """Expert 7 is far ahead by its bias, and with it its group (6, 7, 8); a second group is free."""
+    folder = write_model(tmp_path / "model", moe=True, **GLM)
+    model = load_model(folder)
+    with torch.no_grad():
+        for layer in (1, 2):
+            model.get_parameter(f"layers.{layer}.ffn.router_bias")[7] += 100.0
+    hf.save_folder(model, folder, like=folder)
+    ids_TLK = run(make_engine(folder), [ask("a", prompt(1, 20))])["a"].routing.ids_TLK
+    assert (ids_TLK == 7).any(-1).all()
+    assert all(len({2, *groups}) <= 2 for groups in (ids_TLK // 3).reshape(-1, 3).tolist())
 
 
 def test_the_models_own_forward_pass_is_the_same_alone_and_in_a_batch(moe_folder, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from slipstream.errors import ModelError
 from slipstream.models import hf
 from slipstream.models.context import FullContext
 from slipstream.models.decoder import Decoder
@@ -26,6 +27,9 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 MOE = {**BASE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GLM = {**BASE, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+QUARTER = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+WHOLE = {**QUARTER, "partial_rotary_factor": 1.0}
 ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", MOE),
     "qwen3_moe-normalised": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "num_experts_per_tok": 3}),
@@ -37,6 +41,12 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", BASE),
     "qwen3-tied": ("Qwen3", {**BASE, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3-bias": ("Qwen3", {**BASE, "attention_bias": True, "head_dim": 24}),
+    "glm4_moe": ("Glm4Moe", GLM),
+    "glm4_moe-grouped": ("Glm4Moe", {**GLM, "n_group": 4, "topk_group": 2, "n_routed_experts": 12, "routed_scaling_factor": 2.5}),
+    "glm4_moe-qk-norm-tied": ("Glm4Moe", {**GLM, "use_qk_norm": True, "tie_word_embeddings": True, "first_k_dense_replace": 0}),
+    "glm4_moe-bias": ("Glm4Moe", {**GLM, "attention_bias": True, "num_key_value_heads": 1, "n_shared_experts": 2}),
+    "glm4_moe-unnormalised": ("Glm4Moe", {**GLM, "norm_topk_prob": False, "rope_parameters": QUARTER, "head_dim": 24}),
+    "glm4_moe-whole-heads": ("Glm4Moe", {**GLM, "rope_parameters": WHOLE, "first_k_dense_replace": 2, "num_experts_per_tok": 1}),
     "llama": ("Llama", BASE),
     "llama-tied": ("Llama", {**BASE, "tie_word_embeddings": True, "num_attention_heads": 2, "rope_theta": 100000.0}),
     "llama-bias": ("Llama", {**BASE, "attention_bias": True, "head_dim": None, "rms_norm_eps": 1e-3}),
@@ -60,6 +70,9 @@ def reference(name: str, folder: Path, **save: Any) -> Any:
                 parameter.copy_(0.3 * noise + (0 if key.endswith("bias") else 1))
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder, **save)
     return model
 
@@ -104,7 +117,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     F.cross_entropy(their_logits[:-1], ids_T[1:]).backward()
     F.cross_entropy(logits[:-1], ids_T[1:]).backward()
     own = {key: p.grad for key, p in ours.named_parameters() if p.grad is not None}
-    assert len(own) == len(dict(ours.named_parameters()))
+    assert own.keys() == {key for key, _ in ours.named_parameters() if not key.endswith("router_bias")}
     grads, their_grads = hf.hf_views(ours, own), reference_grads(theirs)
     assert grads.keys() == their_grads.keys()
     largest = max(float(g.abs().max()) for g in their_grads.values())
@@ -113,13 +126,13 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
         assert (grad - their_grads[key]).abs().max() <= 1e-5 * scale, key
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "qwen3-tied", "llama-bias"])
+@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "qwen3-tied", "llama-bias", "glm4_moe-grouped"])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_goes_in_and_out_bit_for_bit(name: str, sharded: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     source, copy = tmp_path / "source", tmp_path / "copy"
-    theirs = reference(name, source)
-    theirs.to(dtype).save_pretrained(source, max_shard_size="20KB" if sharded else "1GB")
+    theirs = in_dtype(reference(name, source), dtype)
+    theirs.save_pretrained(source, max_shard_size="20KB" if sharded else "1GB")
     if sharded:
         (source / hf.SINGLE).unlink()
     assert (source / hf.INDEX).exists() == sharded
@@ -128,15 +141,47 @@ def test_a_checkpoint_goes_in_and_out_bit_for_bit(name: str, sharded: bool, dtyp
     before, after = hf.read_tensors(source), hf.read_tensors(copy)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
-        assert tensor.dtype == after[key].dtype == dtype
+        assert tensor.dtype == after[key].dtype == (torch.float32 if key.endswith("correction_bias") else dtype)
         assert torch.equal(tensor.view(torch.uint8), after[key].view(torch.uint8)), key
     assert (copy / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
-def test_transformers_loads_what_we_save(tmp_path: Path) -> None:
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """As published checkpoints are: weights in `dtype`, the routing bias in float32."""
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    model.to(dtype)
+    for name, values_E in kept.items():
+        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = values_E
+    return model
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_prediction_layer_is_carried_along_bit_for_bit_and_changes_nothing(sharded: bool, tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    reference("glm4_moe", source)
+    plain = load_model(source)
+    extra = {"model.layers.3.eh_proj.weight": torch.randn(32, 64).bfloat16(), "model.layers.3.mlp.gate.weight": torch.randn(8, 32)}
+    hf.write_tensors(source, hf.read_tensors(source) | extra)
+    loaded = load_model(source)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), loaded.parameters(), strict=True))
+    hf.save_folder(loaded, copy, like=source, shard_bytes=20_000 if sharded else None)
+    before, after = hf.read_tensors(source), hf.read_tensors(copy)
+    assert extra.keys() < before.keys() and before.keys() == after.keys()
+    assert all(tensor.dtype == after[key].dtype and torch.equal(tensor, after[key]) for key, tensor in before.items())
+
+
+def test_a_layer_behind_the_last_that_the_config_does_not_announce_is_refused(tmp_path: Path) -> None:
+    reference("glm4_moe", tmp_path)
+    hf.write_tensors(tmp_path, hf.read_tensors(tmp_path) | {"model.layers.4.eh_proj.weight": torch.zeros(32, 64)})
+    with pytest.raises(ModelError, match=r"layers\.4\.eh_proj.*unexpected"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "glm4_moe-grouped"])
+def test_transformers_loads_what_we_save(name: str, tmp_path: Path) -> None:
     import transformers
 
-    theirs = reference("qwen3_moe-dense-first", tmp_path / "source")
+    theirs = reference(name, tmp_path / "source")
     hf.save_folder(load_model(tmp_path / "source"), tmp_path / "copy", like=tmp_path / "source", shard_bytes=30_000)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", attn_implementation="eager")
     ids_T = tokens()
@@ -144,9 +189,9 @@ def test_transformers_loads_what_we_save(tmp_path: Path) -> None:
         assert torch.equal(again(ids_T[None]).logits, theirs(ids_T[None]).logits)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "glm4_moe"])
 def test_bf16_logits_are_near_those_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs = reference(name, tmp_path).to(torch.bfloat16)
+    theirs = in_dtype(reference(name, tmp_path), torch.bfloat16)
     ids_T = tokens()
     with torch.no_grad():
         logits = our_logits(load_model(tmp_path, torch.bfloat16), ids_T)

@@ -26,15 +26,16 @@ class Context(Protocol):
         ...
 
     def route(self, moe_layer: int, scores_TE: Tensor, top_k: int) -> Tensor:
-        """Expert ids [T, K] for the `moe_layer`-th MoE layer. `scores` are the router's logits in fp32, with their gradient.
+        """Expert ids [T, K] for the `moe_layer`-th MoE layer. The `top_k` highest of `scores` (fp32, without gradient: logits, or scores
+        with the routing bias and -inf where a group is out, see `models.router`) are the model's own choice.
 
-        The model computes the gate weights from its own scores at these ids, so a context that forces ids leaves the router trainable.
+        The model computes the gate weights from its own logits at these ids, so a context that forces ids leaves the router trainable.
         """
         ...
 
 
 def native_route(scores_TE: Tensor, top_k: int) -> Tensor:
-    """The model's own choice: the `top_k` highest scores, best first (softmax does not change the order)."""
+    """The model's own choice: the `top_k` highest scores, best first."""
     return scores_TE.detach().topk(top_k, dim=-1).indices
 
 

@@ -1,6 +1,6 @@
 """The decoder: embedding, layers, final norm and head, on one device. Never branches on training or serving.
 
-Shapes: T tokens, D hidden features, V vocabulary, d head features, P positions.
+Shapes: T tokens, D hidden features, V vocabulary, r rotated features of a head, P positions.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Decoder(nn.Module):
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, ctx: Context) -> Tensor:
         """Hidden states [T, D] after the final norm. Ids and positions are int32 or int64; positions lie below `spec.max_positions`."""
         x_TD = F.embedding(token_ids_T, self.embed)
-        cos_Pd, sin_Pd = self._rope_tables(x_TD)
-        cos_Td, sin_Td = cos_Pd.index_select(0, positions_T), sin_Pd.index_select(0, positions_T)
+        cos_Pr, sin_Pr = self._rope_tables(x_TD)
+        cos_Tr, sin_Tr = cos_Pr.index_select(0, positions_T), sin_Pr.index_select(0, positions_T)
         for layer in self.layers:
-            x_TD = layer(x_TD, cos_Td, sin_Td, ctx)
+            x_TD = layer(x_TD, cos_Tr, sin_Tr, ctx)
         return rms_norm(x_TD, self.norm, self.spec.rms_eps)
 
     @property
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         return F.linear(hidden_TD, self.head_weight)
 
     def _rope_tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [P, d], made at the first pass: a model built on the meta device has no place for them before.
+        """cos and sin [P, r], made at the first pass: a model built on the meta device has no place for them before.
 
         No buffers, so that they are in no checkpoint and `to_empty` cannot leave them without values.
         """
@@ -59,11 +59,11 @@ class Decoder(nn.Module):
 
 
 def rope_tables(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [P, d] with the angles repeated in both halves; computed in fp32.
+    """(cos, sin), each [P, r] with the angles repeated in both halves; computed in fp32.
 
-    Source: Su et al., "RoFormer", 2021, section 3.2.2: angle = position · theta^(-2i/d).
+    Source: Su et al., "RoFormer", 2021, section 3.2.2: angle = position · theta^(-2i/r).
     """
-    powers = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
+    powers = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device) / spec.rotary_dim
     positions_P = torch.arange(spec.max_positions, dtype=torch.float32, device=device)
-    angles_Pd = torch.outer(positions_P, 1.0 / spec.rope_theta**powers).repeat(1, 2)
-    return angles_Pd.cos().to(dtype), angles_Pd.sin().to(dtype)
+    angles_Pr = torch.outer(positions_P, 1.0 / spec.rope_theta**powers).repeat(1, 2)
+    return angles_Pr.cos().to(dtype), angles_Pr.sin().to(dtype)

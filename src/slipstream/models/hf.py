@@ -7,8 +7,9 @@ Format: https://huggingface.co/docs/safetensors and the `weight_map` index of tr
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
 from slipstream.models.folders import atomic_folder
+from slipstream.models.spec import ModelSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,10 +70,23 @@ def _problems(model: Decoder, views: Mapping[str, Tensor], tensors: Mapping[str,
         tied_copy = name == "lm_head.weight" and model.head is None
         if tied_copy and not _equal(tensors[name], tensors.get("model.embed_tokens.weight")):
             found.append("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings = true")
-        elif not tied_copy and not name.endswith(_DERIVED):
+        elif not tied_copy and not name.endswith(_DERIVED) and not _is_carried(model.spec, name):
             where = f" in {files[name]}" if name in files else ""
             found.append(f"tensor {name}{where} is unexpected: config.json describes no such weight")
     return found
+
+
+def _is_carried(spec: ModelSpec, name: str) -> bool:
+    """Whether the tensor is of a prediction layer: those are counted on behind the decoder's."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.prediction_layers
+
+
+def _carried(spec: ModelSpec, folder: Path) -> dict[str, Tensor]:
+    """Tensors of prediction layers in `folder`, as they are there."""
+    if not spec.prediction_layers or not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
+        return {}
+    return read_tensors(folder, lambda name: _is_carried(spec, name))
 
 
 def _equal(a: Tensor, b: Tensor | None) -> bool:
@@ -101,14 +116,15 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
     return weight_map
 
 
-def read_tensors(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of a model folder under HF names, from one file or from shards. They are mapped, not copied: do not write into them.
+def read_tensors(folder: str | Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """Tensors of a model folder under HF names, from one file or from shards. They are mapped, not copied: do not write into them.
 
     Raises ModelError: a file or tensor is missing, or a file is truncated or not safetensors.
     """
     by_file: dict[Path, list[str]] = {}
     for name, file in tensor_files(folder).items():
-        by_file.setdefault(file, []).append(name)
+        if wanted(name):
+            by_file.setdefault(file, []).append(name)
     return {name: tensor for file, names in by_file.items() for name, tensor in _read_file(file, names)}
 
 
@@ -140,7 +156,8 @@ def _unreadable(file: Path, error: Exception) -> ModelError:
 def save_folder(model: Decoder, folder: str | Path, like: str | Path, shard_bytes: int | None = None) -> None:
     """Write an HF folder: the weights in the model's dtype, and config, tokenizer and templates as they are in the folder `like`.
 
-    `shard_bytes` None: one file. Atomic: `folder` is whole or absent, and replaces an earlier one of that name.
+    So are tensors of prediction layers, which a `Decoder` does not have. `shard_bytes` None: one file.
+    Atomic: `folder` is whole or absent, and replaces an earlier one of that name.
     Raises ModelError: `like` is no model folder.
     """
     like = Path(like)
@@ -148,7 +165,7 @@ def save_folder(model: Decoder, folder: str | Path, like: str | Path, shard_byte
         raise ModelError(f"{like} is not a model folder: it has no config.json to copy")
     with atomic_folder(folder) as fresh:
         _copy_companions(like, fresh, str(model.embed.dtype).removeprefix("torch."))
-        write_tensors(fresh, hf_tensors(model), shard_bytes)
+        write_tensors(fresh, hf_tensors(model) | _carried(model.spec, like), shard_bytes)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int | None = None) -> None:

@@ -3,17 +3,20 @@
 Written for few operations a layer: projections that read the same input are one matrix, laid out [in, out] for a plain matmul.
 They know no rank, cache or configuration file: what attention sees and which experts are taken comes from the context.
 
-Shapes: T tokens, D hidden features, H query heads, G key/value heads, d head features, E experts, K experts per token, I expert or
-feed-forward features, F = 2 I (gate first, then up).
+Shapes: T tokens, D hidden features, H query heads, G key/value heads, d head features, r rotated features of them, E experts,
+K experts per token, I expert or feed-forward features, F = 2 I (gate first, then up).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.models.context import Context
+from slipstream.models.router import choice_scores, gate_weights
 from slipstream.models.spec import ModelSpec
 from slipstream.ops import experts, rms_norm, rope
 
@@ -33,27 +36,27 @@ class Attention(nn.Module):
         fused = spec.q_rows + 2 * spec.kv_rows
         self.qkv = empty(spec.hidden, fused)
         self.out = empty(spec.q_rows, spec.hidden)
-        self.qkv_bias = empty(fused) if spec.attention_bias else None
-        self.out_bias = empty(spec.hidden) if spec.attention_bias else None
+        self.qkv_bias = empty(fused) if spec.qkv_bias else None
+        self.out_bias = empty(spec.hidden) if spec.out_bias else None
         self.q_norm = empty(spec.head_dim) if spec.qk_norm else None
         self.k_norm = empty(spec.head_dim) if spec.qk_norm else None
 
-    def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, ctx: Context) -> Tensor:
+    def forward(self, x_TD: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, ctx: Context) -> Tensor:
         qkv = _linear(x_TD, self.qkv, self.qkv_bias).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         q_THd, k_TGd, v_TGd = qkv.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THd, k_TGd = rms_norm(q_THd, self.q_norm, self.eps), rms_norm(k_TGd, self.k_norm, self.eps)
-        q_THd, k_TGd = rope(q_THd, k_TGd, cos_Td, sin_Td)
+        q_THd, k_TGd = rope(q_THd, k_TGd, cos_Tr, sin_Tr)
         return _linear(ctx.attend(self.layer, q_THd, k_TGd, v_TGd).flatten(1), self.out, self.out_bias)
 
 
 class DenseFFN(nn.Module):
     """down( silu(gate(x)) · up(x) )."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_up = empty(spec.hidden, 2 * spec.intermediate)
-        self.down = empty(spec.intermediate, spec.hidden)
+        self.gate_up = empty(hidden, 2 * intermediate)
+        self.down = empty(intermediate, hidden)
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
         gate_TI, up_TI = torch.mm(x_TD, self.gate_up).chunk(2, dim=-1)
@@ -73,23 +76,33 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A softmax router over experts, the `moe_layer`-th of the model.
+    """A router over experts (`models.router`), the `moe_layer`-th of the model; a shared expert and a routing bias where it has them.
 
     The router computes in fp32 whatever the model's dtype: it decides between experts, and trainer and engine should decide alike.
     """
 
     def __init__(self, spec: ModelSpec, moe_layer: int) -> None:
         super().__init__()
-        self.moe_layer, self.top_k, self.norm_top_k = moe_layer, spec.top_k, spec.norm_top_k
+        self.spec, self.moe_layer = spec, moe_layer
         self.router = empty(spec.hidden, spec.num_experts)
+        bias_E = torch.empty(spec.num_experts, dtype=torch.float32)
+        self.router_bias = nn.Parameter(bias_E, requires_grad=False) if spec.router_bias else None
         self.experts = Experts(spec)
+        self.shared = DenseFFN(spec.hidden, spec.shared_intermediate) if spec.shared_intermediate else None
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
-        scores_TE = torch.mm(x_TD.float(), self.router.float())
-        ids_TK = ctx.route(self.moe_layer, scores_TE, self.top_k)
-        # a softmax over the chosen scores is the softmax over all of them divided by the sum of the chosen
-        gates_TK = scores_TE.gather(1, ids_TK).softmax(-1) if self.norm_top_k else scores_TE.softmax(-1).gather(1, ids_TK)
-        return self.experts(x_TD, ids_TK, gates_TK)
+        logits_TE = torch.mm(x_TD.float(), self.router.float())
+        ids_TK = ctx.route(self.moe_layer, choice_scores(logits_TE, self.router_bias, self.spec), self.spec.top_k)
+        y_TD = self.experts(x_TD, ids_TK, gate_weights(logits_TE, ids_TK, self.spec))
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD, ctx)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """What `to` and `to_empty` go through. The bias moves, but is never rounded: its steps are far below the precision of bf16.
+
+        Seen as integers it looks like nothing that a change of dtype concerns.
+        """
+        bias = self.router_bias
+        return super()._apply(lambda t: fn(t.view(torch.int32)).view(torch.float32) if t is bias else fn(t), recurse)
 
 
 class Block(nn.Module):
@@ -101,8 +114,8 @@ class Block(nn.Module):
         self.attention_norm, self.attention = empty(spec.hidden), attention
         self.ffn_norm, self.ffn = empty(spec.hidden), ffn
 
-    def forward(self, x_TD: Tensor, cos_Td: Tensor, sin_Td: Tensor, ctx: Context) -> Tensor:
-        x_TD = x_TD + self.attention(rms_norm(x_TD, self.attention_norm, self.eps), cos_Td, sin_Td, ctx)
+    def forward(self, x_TD: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, ctx: Context) -> Tensor:
+        x_TD = x_TD + self.attention(rms_norm(x_TD, self.attention_norm, self.eps), cos_Tr, sin_Tr, ctx)
         return x_TD + self.ffn(rms_norm(x_TD, self.ffn_norm, self.eps), ctx)
 
 

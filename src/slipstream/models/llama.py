@@ -10,4 +10,4 @@ NAMES = NameTable(model=DECODER, layer=(*ATTENTION, *DENSE))
 
 
 def block(spec: ModelSpec, layer: int) -> Block:
-    return Block(spec, Attention(spec, layer), DenseFFN(spec))
+    return Block(spec, Attention(spec, layer), DenseFFN(spec.hidden, spec.intermediate))

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.models import hf, llama, qwen3, qwen3_moe
+from slipstream.models import glm4_moe, hf, llama, qwen3, qwen3_moe
 from slipstream.models.decoder import Decoder
 from slipstream.models.spec import ModelSpec
 
-_FAMILIES = {"qwen3_moe": qwen3_moe, "qwen3": qwen3, "llama": llama}
+_FAMILIES = {"qwen3_moe": qwen3_moe, "qwen3": qwen3, "llama": llama, "glm4_moe": glm4_moe}
 
 
 def build_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:

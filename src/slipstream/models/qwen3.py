@@ -14,4 +14,4 @@ NAMES = NameTable(model=DECODER, layer=(*ATTENTION, *QK_NORM, *DENSE))
 
 
 def block(spec: ModelSpec, layer: int) -> Block:
-    return Block(spec, Attention(spec, layer), DenseFFN(spec))
+    return Block(spec, Attention(spec, layer), DenseFFN(spec.hidden, spec.intermediate))

@@ -25,5 +25,5 @@ NAMES = NameTable(model=DECODER, layer=(*ATTENTION, *QK_NORM, *DENSE, *EXPERTS))
 
 
 def block(spec: ModelSpec, layer: int) -> Block:
-    ffn = MoE(spec, spec.moe_layers.index(layer)) if layer in spec.moe_layers else DenseFFN(spec)
+    ffn = MoE(spec, spec.moe_layers.index(layer)) if layer in spec.moe_layers else DenseFFN(spec.hidden, spec.intermediate)
     return Block(spec, Attention(spec, layer), ffn)

@@ -25,7 +25,8 @@ class Weights:
         if dtype != torch.float32:
             self.compute = copy.deepcopy(master).to(dtype)
             for source, target in zip(self.compute.parameters(), master.parameters(), strict=True):
-                source.register_post_accumulate_grad_hook(_hand_over_to(target))
+                if source.requires_grad:
+                    source.register_post_accumulate_grad_hook(_hand_over_to(target))
 
     @property
     def parameters(self) -> list[nn.Parameter]:

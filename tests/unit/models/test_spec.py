@@ -34,6 +34,15 @@ MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+GLM: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "num_key_value_heads": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 
 
 def test_it_imports_without_torch() -> None:
@@ -44,7 +53,7 @@ def test_it_imports_without_torch() -> None:
 def test_absent_options_take_the_defaults_of_the_family() -> None:
     spec = ModelSpec.from_config(LLAMA)
     assert (spec.num_kv_heads, spec.head_dim, spec.rope_theta, spec.rms_eps) == (4, 8, 10000.0, 1e-6)
-    assert (spec.qk_norm, spec.attention_bias, spec.tie_embeddings, spec.moe_layers) == (False, False, False, ())
+    assert (spec.qk_norm, spec.qkv_bias, spec.out_bias, spec.tie_embeddings, spec.moe_layers) == (False, False, False, False, ())
 
 
 @pytest.mark.parametrize(
@@ -119,6 +128,39 @@ def test_more_chosen_experts_than_experts_are_refused() -> None:
         ModelSpec.from_config({**MOE, "num_experts_per_tok": 7})
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"n_group": 3}, "n_group = 3 does not cut 8 experts"),
+        ({"n_group": 8}, "n_group = 8 does not cut 8 experts"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group = 3 is more than n_group = 2"),
+        ({"topk_group": 2}, "topk_group = 2 is more than n_group = 1"),
+        ({"n_group": 4, "num_experts_per_tok": 3}, "topk_group = 1 groups hold 2 experts"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        ({"partial_rotary_factor": 0.4}, "rotates 3"),
+        ({"partial_rotary_factor": 0.01}, "rotates 0"),
+        ({"routed_scaling_factor": -1}, "routed_scaling_factor = -1"),
+        ({"n_shared_experts": -1}, "n_shared_experts = -1"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+)
+def test_what_the_glm_router_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({**GLM, **options})
+    assert named in str(caught.value)
+
+
+def test_glm_options_are_read_in_either_spelling_and_default_as_published() -> None:
+    spec = ModelSpec.from_config(GLM)
+    assert (spec.rotary_dim, spec.head_dim, spec.moe_layers, spec.shared_intermediate) == (4, 8, (1, 2), 24)
+    assert (spec.norm_top_k, spec.gate_scale, spec.num_groups, spec.prediction_layers) == (True, 1.0, 1, 0)
+    older = {**GLM, "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    newer = {**GLM, "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25, "rope_type": "default"}}
+    assert ModelSpec.from_config(older) == ModelSpec.from_config(newer)
+
+
 def test_end_ids_come_from_the_generation_config_where_it_has_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 3, "torch_dtype": "bfloat16"}))
     assert ModelSpec.from_folder(tmp_path).eos_ids == (3,)
@@ -140,8 +182,13 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, MOE, {**MOE, "mlp_only_layers": [1], "attention_bias": True, "tie_word_embeddings": True}],
-    ids=["llama", "moe", "mixed"],
+    [
+        LLAMA,
+        MOE,
+        {**MOE, "mlp_only_layers": [1], "attention_bias": True, "tie_word_embeddings": True},
+        {**GLM, "attention_bias": True, "n_shared_experts": 2, "use_qk_norm": True, "num_nextn_predict_layers": 1},
+    ],
+    ids=["llama", "moe", "mixed", "glm"],
 )
 def test_the_parameter_count_is_that_of_the_built_model(config: dict[str, Any]) -> None:
     spec = ModelSpec.from_config(config)
@@ -210,3 +257,45 @@ def test_the_sizes_of_published_models_come_out_as_published() -> None:
     )
     assert qwen.num_params == 30_532_122_624
     assert 3.3e9 < qwen.num_active_params < 3.4e9
+
+
+def test_the_size_of_glm_4_5_air_is_as_published() -> None:
+    """106 billion parameters, 12 of them active (GLM-4.5 report, table 1; there without the embedding); no prediction layer."""
+    air = ModelSpec.from_config(
+        {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "eos_token_id": [151329, 151336, 151338],
+            "first_k_dense_replace": 1,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "max_position_embeddings": 131072,
+            "model_type": "glm4_moe",
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 96,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 46,
+            "num_key_value_heads": 8,
+            "num_nextn_predict_layers": 1,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": False,
+            "topk_group": 1,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "use_qk_norm": False,
+            "vocab_size": 151552,
+        }
+    )
+    assert 106e9 < air.num_params < 107e9
+    assert 12e9 < air.num_active_params - air.vocab_size * air.hidden < 13e9

@@ -167,8 +167,9 @@ def test_clipping_bounds_what_reaches_the_optimizer_but_not_what_is_reported(fol
     assert reached == pytest.approx((1 - 0.9) * norm / 10, rel=1e-3)
 
 
-def test_a_frozen_router_stays_and_the_rest_moves(folder):
-    subject = learner(folder, freeze_router=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_router_stays_and_the_rest_moves(folder, dtype):
+    subject = learner(folder, freeze_router=True, dtype=dtype)
     before = parameters(subject)
     subject.step(make_batch())
     moved = {name for name, p in parameters(subject).items() if not torch.equal(before[name], p)}

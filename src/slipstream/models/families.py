@@ -1,0 +1,204 @@
+"""What each family's `config.json` says, as fields of `ModelSpec`: one reader a family, every value checked.
+
+Torch-free. An option of the published architecture that is not implemented here (a sliding window, scaled rotary positions, another
+activation) is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slipstream.errors import ModelError
+
+
+def read_options(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Fields of `ModelSpec`, not yet checked against one another. `source` names the config in errors.
+
+    Raises ModelError: an unknown family, a key that is missing or of the wrong kind, an option that is not implemented.
+    """
+    reader = _Reader(config, source)
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        supported = ", ".join(_FAMILIES)
+        raise ModelError(f"{source}: model_type = {family!r} is not supported; slipstream implements {supported}")
+    architecture, fields = _FAMILIES[family]
+    reader.refuse_unless("architectures", lambda names: names is None or architecture in names, f"[{architecture!r}]")
+    for key, implemented, accepts in _IMPLEMENTED:
+        reader.refuse_unless(key, accepts, implemented)
+    return {"family": family, **_common_fields(reader), **fields(reader)}
+
+
+class _Reader:
+    """Typed access to the keys of one config object; every error names the file, the key and the value."""
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self.config, self.source = config, source
+
+    def number(self, *keys: str, default: int | None = None) -> int:
+        """The first of `keys` that is present, as a positive integer."""
+        value = self.first(*keys, default=default)
+        if value is None:
+            raise ModelError(f"{self.source}: {keys[0]} is missing; it is required for model_type {self.config.get('model_type')!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ModelError(f"{self.source}: {keys[0]} = {value!r}; expected a positive integer")
+        return value
+
+    def count(self, *keys: str, default: int = 0) -> int:
+        """The first of `keys` that is present, as an integer that may be 0."""
+        value = self.first(*keys, default=default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ModelError(f"{self.source}: {keys[0]} = {value!r}; expected an integer of at least 0")
+        return value
+
+    def first(self, *keys: str, default: Any) -> Any:
+        """The value of the first of `keys` that is present and not null."""
+        return next((self.config[key] for key in keys if self.config.get(key) is not None), default)
+
+    def real(self, value: Any, key: str) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ModelError(f"{self.source}: {key} = {value!r}; expected a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ModelError(f"{self.source}: {key} = {value!r}; expected true or false")
+        return default if value is None else value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of integers, or one; nothing reads as ()."""
+        value = self.config.get(key)
+        items = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            raise ModelError(f"{self.source}: {key} = {value!r}; expected an integer or a list of integers")
+        return tuple(items)
+
+    def refuse_unless(self, key: str, accepts: Callable[[Any], bool], implemented: str) -> None:
+        value = self.config.get(key)
+        if not accepts(value):
+            raise ModelError(f"{self.source}: {key} = {value!r} is not supported; slipstream implements {key} = {implemented} only")
+
+
+def _off(value: Any) -> bool:
+    return value is None or value is False or value == 0 or value == {}
+
+
+_IMPLEMENTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("hidden_act", "'silu'", lambda value: value in (None, "silu")),
+    ("use_sliding_window", "false", _off),
+    ("layer_types", "'full_attention' in every layer", lambda kinds: kinds is None or set(kinds) <= {"full_attention"}),
+    ("attention_dropout", "0", _off),
+    ("mlp_bias", "false", _off),
+    ("rope_interleaved", "false", _off),
+    ("quantization_config", "null (weights in float32, bfloat16 or float16)", _off),
+)
+"""Options that change the numbers: key, what is implemented, and whether a value means that. A key that is absent is None."""
+
+
+def _common_fields(reader: _Reader) -> dict[str, Any]:
+    heads = reader.number("num_attention_heads")
+    dtype = reader.config.get("dtype") or reader.config.get("torch_dtype") or "float32"
+    return {
+        "vocab_size": reader.number("vocab_size"),
+        "hidden": reader.number("hidden_size"),
+        "intermediate": reader.number("intermediate_size"),
+        "num_layers": reader.number("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": reader.number("num_key_value_heads", default=heads),
+        "max_positions": reader.number("max_position_embeddings"),
+        "rms_eps": reader.real(reader.config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        "tie_embeddings": reader.flag("tie_word_embeddings"),
+        "qkv_bias": reader.flag("attention_bias"),
+        "eos_ids": reader.integers("eos_token_id"),
+        "dtype": str(dtype),
+    }
+
+
+def _rope(reader: _Reader, partial: float | None = None) -> dict[str, Any]:
+    """transformers 5 writes `rope_parameters`; before, `rope_theta` stood beside `rope_scaling` and `partial_rotary_factor`.
+
+    `partial`: share of a head that is rotated where the config does not say; None: the family rotates whole heads.
+    """
+    options: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = reader.config.get(key) or {}
+        nested = any(isinstance(value, dict) for value in given.values())
+        if nested or given.get("rope_type", given.get("type", "default")) != "default":
+            raise ModelError(
+                f"{reader.source}: {key} = {json.dumps(given)} is not supported; slipstream implements rope_type 'default', without scaling"
+            )
+        options |= given
+    theta = options.get("rope_theta", reader.first("rope_theta", default=10000.0))
+    factor = options.get("partial_rotary_factor", reader.first("partial_rotary_factor", default=partial or 1.0))
+    if (partial is None and factor != 1) or reader.real(factor, "partial_rotary_factor") > 1:
+        family, implemented = reader.config["model_type"], "1" if partial is None else "above 0 and at most 1"
+        raise ModelError(f"{reader.source}: partial_rotary_factor = {factor!r} is not supported; of {family} it must be {implemented}")
+    return {"rope_theta": reader.real(theta, "rope_theta"), "rotary_factor": float(factor)}
+
+
+def _llama(reader: _Reader) -> dict[str, Any]:
+    return {"head_dim": reader.number("head_dim", default=_even_share(reader)), "out_bias": reader.flag("attention_bias"), **_rope(reader)}
+
+
+def _qwen3(reader: _Reader) -> dict[str, Any]:
+    return {"head_dim": reader.number("head_dim"), "qk_norm": True, "out_bias": reader.flag("attention_bias"), **_rope(reader)}
+
+
+def _qwen3_moe(reader: _Reader) -> dict[str, Any]:
+    num_layers, step = reader.number("num_hidden_layers"), reader.number("decoder_sparse_step", default=1)
+    dense = set(reader.integers("mlp_only_layers"))
+    return {
+        **_rope(reader),
+        "head_dim": reader.number("head_dim", default=_even_share(reader)),
+        "qk_norm": True,
+        "out_bias": reader.flag("attention_bias"),
+        "moe_layers": tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+        "num_experts": reader.number("num_experts", "num_local_experts"),
+        "top_k": reader.number("num_experts_per_tok"),
+        "expert_intermediate": reader.number("moe_intermediate_size"),
+        "norm_top_k": reader.flag("norm_topk_prob"),
+    }
+
+
+def _glm4_moe(reader: _Reader) -> dict[str, Any]:
+    return {
+        **_rope(reader, partial=0.5),
+        **_grouped_sigmoid_moe(reader),
+        "head_dim": reader.number("head_dim", default=_even_share(reader)),
+        "qk_norm": reader.flag("use_qk_norm"),
+    }
+
+
+def _grouped_sigmoid_moe(reader: _Reader) -> dict[str, Any]:
+    """The mixture of experts of DeepSeek-V3 and those that took it over; keys are theirs."""
+    reader.refuse_unless("scoring_func", lambda kind: kind in (None, "sigmoid"), "'sigmoid'")
+    reader.refuse_unless("topk_method", lambda kind: kind in (None, "noaux_tc"), "'noaux_tc'")
+    inner = reader.number("moe_intermediate_size")
+    return {
+        "moe_layers": tuple(range(reader.count("first_k_dense_replace", default=1), reader.number("num_hidden_layers"))),
+        "num_experts": reader.number("n_routed_experts", "num_local_experts"),
+        "top_k": reader.number("num_experts_per_tok"),
+        "expert_intermediate": inner,
+        "shared_intermediate": inner * reader.count("n_shared_experts", default=1),
+        "router_score": "sigmoid",
+        "router_bias": True,
+        "num_groups": reader.number("n_group", default=1),
+        "top_groups": reader.number("topk_group", default=1),
+        "norm_top_k": reader.flag("norm_topk_prob", default=True),
+        "gate_scale": reader.real(reader.first("routed_scaling_factor", default=1.0), "routed_scaling_factor"),
+        "prediction_layers": reader.count("num_nextn_predict_layers", "num_mtp_layers"),
+    }
+
+
+def _even_share(reader: _Reader) -> int:
+    return max(1, reader.number("hidden_size") // reader.number("num_attention_heads"))
+
+
+_FAMILIES: dict[str, tuple[str, Callable[[_Reader], dict[str, Any]]]] = {
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
+    "qwen3": ("Qwen3ForCausalLM", _qwen3),
+    "llama": ("LlamaForCausalLM", _llama),
+    "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
+}
