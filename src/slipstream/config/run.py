@@ -95,6 +95,9 @@ class OrchestratorConfig(Section):
     curriculum: CurriculumConfig = CurriculumConfig()
     max_fruitless_groups: int = Field(default=200, ge=1)
     """Stop with the reason when this many groups in a row give nothing to train (all rewards equal, all failed)."""
+    max_freeze_s: float = Field(default=60.0, gt=0)
+    """An event loop that stands still for longer (environment code that blocks it) ends the process. It is started again without the
+    tasks that it was at; see docs/environments.md."""
     infra_retries: int = Field(default=1, ge=0)
     """Fresh rollouts issued in place of one that ended as infra_error, before its group goes on without it."""
 

@@ -1,23 +1,30 @@
 """Calls into an environment's own code, under a deadline, without ever blocking the event loop.
 
-`async def` hooks run on the loop (they must not block). Plain `def` hooks run in a daemon worker thread. Python cannot stop a
-thread, so one that misses its deadline is abandoned and counted; the next call gets another thread. Knows nothing of tasks or rewards.
+`async def` hooks run on the loop (they must not block; see `frozen` for those that do). Plain `def` hooks run in a daemon worker
+thread. One that misses its deadline is abandoned and counted, and the next call gets another thread; `AbandonedError` is raised in it,
+which ends Python code that spins, but not a call into C that never returns. Knows nothing of tasks or rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from slipstream.envs.frozen import named
 from slipstream.errors import EnvError
 
 MAX_HUNG = 32
 """Abandoned threads in one process after which new calls are refused: the environment is broken, and each holds memory."""
+
+
+class AbandonedError(BaseException):
+    """Raised in a hook that nobody waits for any more, between two of its bytecodes. Not an Exception: it is not for hooks to handle."""
 
 
 async def run_hook(fn: Callable[..., Any], *args: Any, timeout: float) -> Any:
@@ -68,8 +75,8 @@ class Workers:
             )
         call = _Call(fn, args, asyncio.get_running_loop())
         with self._lock:
-            worker = self._idle.pop() if self._idle else _Worker(self._done)
-        worker.calls.put(call)
+            call.worker = self._idle.pop() if self._idle else _Worker(self._done)
+            call.worker.serve(call)
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
@@ -84,14 +91,19 @@ class Workers:
     def _abandon_unless_finished(self, call: _Call) -> None:
         with self._lock:
             if not call.finished:
+                call.abandoned = True
                 self._hung.add(call)
+                call.worker.interrupt()  # under the lock: a worker is idle again or interrupted, never both
 
-    def _done(self, worker: _Worker, call: _Call) -> None:
-        """Runs in the worker thread once its call has returned, however late."""
+    def _done(self, worker: _Worker, call: _Call) -> bool:
+        """Runs in the worker thread once its call has returned, however late. Whether the thread goes on; asked again after a no."""
         with self._lock:
             call.finished = True
             self._hung.discard(call)
-            self._idle.append(worker)
+            if not call.abandoned:
+                worker.serving = None  # an idle thread must not keep the last conversation alive
+                self._idle.append(worker)
+            return not call.abandoned
 
 
 class _Call:
@@ -99,13 +111,16 @@ class _Call:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], loop: asyncio.AbstractEventLoop):
         self.fn, self.args, self.loop = fn, args, loop
+        self._call = named(fn)
+        self.worker: _Worker
+        self.abandoned = False
         self.result: asyncio.Future[Any] = loop.create_future()
         self.finished = False
 
     def run(self) -> Callable[[], None]:
         """Call the function; returns how to settle the future, to be run on the loop."""
         try:
-            value = self.fn(*self.args)
+            value = self._call(*self.args)
         except BaseException as error:  # an environment may raise SystemExit; a worker thread must survive it
             failure = error if isinstance(error, Exception) else EnvError(f"{_name(self.fn)} raised {type(error).__name__}: {error}")
             return lambda: None if self.result.done() else self.result.set_exception(failure)
@@ -115,19 +130,35 @@ class _Call:
 class _Worker:
     """A daemon thread: it never keeps the process from ending."""
 
-    def __init__(self, done: Callable[[_Worker, _Call], None]):
-        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+    def __init__(self, done: Callable[[_Worker, _Call], bool]):
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._done = done
-        threading.Thread(target=self._run, name="env-hook", daemon=True).start()
+        self.serving: _Call | None = None
+        self._thread = threading.Thread(target=self._run, name="env-hook", daemon=True)
+        self._thread.start()
+
+    def serve(self, call: _Call) -> None:
+        self.serving = call
+        self._calls.put(call)
+
+    def interrupt(self) -> None:
+        """Raise AbandonedError in the thread as soon as it executes Python again. It serves no further call."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(AbandonedError))
 
     def _run(self) -> None:
-        while True:
-            call = self.calls.get()
-            settle = call.run()
-            self._done(self, call)
-            with contextlib.suppress(RuntimeError):  # the loop has ended since: nobody waits
-                call.loop.call_soon_threadsafe(settle)
-            del call, settle  # an idle thread must not keep the last conversation alive
+        try:
+            while True:
+                call = self._calls.get()
+                settle, loop = call.run(), call.loop
+                if not self._done(self, call):
+                    return
+                del call
+                with contextlib.suppress(RuntimeError):  # the loop has ended since: nobody waits
+                    loop.call_soon_threadsafe(settle)
+                del settle
+        except AbandonedError:  # not in the hook, but just before or after it
+            if self.serving is not None:
+                self._done(self, self.serving)
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -1,8 +1,8 @@
 """Run every role of one run on this machine, and answer for them.
 
-The supervisor starts the processes of `topology`, restarts engines that die, and ends everything as soon as a role that holds
-state (trainer, orchestrator) dies or the run is finished. It computes nothing itself; what a person sees while it waits comes
-from the run folder through the dashboard.
+The supervisor starts the processes of `topology`, restarts engines that die and an orchestrator that an environment froze, and ends
+everything as soon as a role that holds state (trainer, orchestrator) dies otherwise or the run is finished. It computes nothing
+itself; what a person sees while it waits comes from the run folder through the dashboard.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from slipstream.envs.frozen import suspects
 from slipstream.errors import SlipstreamError
 from slipstream.launch.topology import ProcessSpec
 
@@ -25,6 +26,8 @@ GRACE_S = 20.0
 MAX_RESTARTS = 20
 """Restarts of one engine within RESTART_WINDOW_S after which it is considered broken, not unlucky."""
 RESTART_WINDOW_S = 600.0
+MAX_FREEZES = 5
+"""Restarts of a frozen role in one run after which its environments are considered broken."""
 
 
 class RoleDied(SlipstreamError):
@@ -41,6 +44,9 @@ class Supervisor:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: list[IO[bytes]] = []
         self._restarts: dict[str, list[float]] = {name: [] for name in self._specs}
+        self._freezes = 0
+        self._dumped: dict[str, int] = {}
+        """Bytes of each role's `frozen` file that are known."""
         self._stop = False
 
     def run(self, on_poll: Callable[[], None]) -> None:
@@ -82,6 +88,7 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         spec = self._specs[name]
+        self._dumped[name] = len(_dump(spec))
         log = (self._folder / "logs" / f"{name}.log").open("ab")
         self._logs.append(log)
         env = {**os.environ, **spec.env, "SLIPSTREAM_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
@@ -97,9 +104,12 @@ class Supervisor:
             code = self._processes[name].poll()
             if code is None or (code == 0 and not spec.restart):
                 continue
-            if not spec.restart:
+            if spec.restart:
+                self._restart(name, code)
+            elif len(dump := _dump(spec)) > self._dumped[name]:
+                self._thaw(spec, dump[self._dumped[name] :])
+            else:
                 raise RoleDied(f"{name} {_how(code)}. Its log: {self._folder / 'logs' / f'{name}.log'}\n{self._tail(name)}")
-            self._restart(name, code)
 
     def _restart(self, name: str, code: int) -> None:
         now = time.monotonic()
@@ -112,6 +122,21 @@ class Supervisor:
         self._on_event(f"{name} {_how(code)}; starting it again ({len(recent) + 1}/{MAX_RESTARTS})")
         self._start(name)
 
+    def _thaw(self, spec: ProcessSpec, dump: str) -> None:
+        """Start a role again that the watchdog has ended. The new process leaves out the tasks in `dump`."""
+        tasks = "; ".join(f"environment {env!r}, task {task}" for env, task in suspects(dump)) or "no rollout: see the stacks"
+        self._freezes += 1
+        if self._freezes > MAX_FREEZES:
+            raise RoleDied(
+                f"{spec.name} stood still for longer than orchestrator.max_freeze_s {self._freezes} times, the last time in {tasks}. "
+                f"Every stack is in {spec.frozen}; mend the environment, and delete that file to have its tasks played again"
+            )
+        self._on_event(
+            f"{spec.name} stood still in {tasks}; starting it again without them ({self._freezes}/{MAX_FREEZES}). "
+            f"Every stack: {spec.frozen}"
+        )
+        self._start(spec.name)
+
     def _failed_at_start(self, name: str) -> bool:
         """An engine that ends by itself with a user error (exit code 2) will end so again."""
         return self._processes[name].poll() == 2
@@ -122,6 +147,10 @@ class Supervisor:
 
     def _on_signal(self, *_: object) -> None:
         self._stop = True
+
+
+def _dump(spec: ProcessSpec) -> str:
+    return spec.frozen.read_text(errors="replace") if spec.frozen is not None and spec.frozen.exists() else ""
 
 
 def _how(code: int) -> str:

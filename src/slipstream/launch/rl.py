@@ -37,7 +37,7 @@ def _supervise(config: RunConfig, folder: Path) -> int:
     console = Console(stderr=True)
     console.print(f"run folder: {folder}")
     dashboard = Dashboard(folder, config.max_steps)
-    supervisor = Supervisor(processes(config, folder), folder, on_event=lambda line: console.print(f"[yellow]{escape(line)}[/]"))
+    supervisor = Supervisor(processes(config, folder), folder, lambda line: console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True))
     try:
         supervisor.run(on_poll=dashboard.poll)
     except RoleDied as error:

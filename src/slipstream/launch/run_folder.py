@@ -31,6 +31,7 @@ CHANGEABLE = (
     "engine.port",
     "engine.replicas",
     "orchestrator.max_fruitless_groups",
+    "orchestrator.max_freeze_s",
     "trainer.batch_timeout_s",
     "trainer.max_bad_steps",
     "trainer.optim.lr",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.config import RunConfig
+from slipstream.envs.frozen import dump_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class ProcessSpec:
     env: dict[str, str] = field(default_factory=dict)
     restart: bool = False
     """True for roles without state that a crash could lose: the supervisor starts them again."""
+    frozen: Path | None = None
+    """Grows when the process ended because an environment had frozen it: then too the supervisor starts it again."""
 
 
 def processes(config: RunConfig, run_folder: Path) -> list[ProcessSpec]:
@@ -38,7 +41,7 @@ def processes(config: RunConfig, run_folder: Path) -> list[ProcessSpec]:
         for replica in range(config.engine.replicas)
     ]
     trainer = ProcessSpec("trainer", (*slipstream, "trainer", folder), _threads(config.trainer.threads))
-    orchestrator = ProcessSpec("orchestrator", (*slipstream, "orchestrator", folder), _threads(1))
+    orchestrator = ProcessSpec("orchestrator", (*slipstream, "orchestrator", folder), _threads(1), frozen=dump_file(run_folder))
     return [trainer, *engines, orchestrator]
 
 

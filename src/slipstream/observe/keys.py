@@ -500,6 +500,11 @@ EVENTS = (
     Line("resumed", "trainer", "Training goes on from the checkpoint of `step`."),
     Line("eval", "orchestrator", "One evaluation: `version`, `env`, `avg_at_k`, `pass_at_k`, `reward_mean`, `samples`."),
     Line("eval_abandoned", "orchestrator", "An evaluation did not end within its deadline: `version`, `seconds`."),
+    Line(
+        "frozen",
+        "orchestrator",
+        "Rollout `rollout` of `task` in `env` was being played when an earlier process stood still; it is not played again.",
+    ),
     Line("eval_failed", "orchestrator", "An environment failed in every rollout of an evaluation: `version`, `env`, `error`."),
     Line("published", "orchestrator", "A policy version went live on every engine: `version`, `seconds`."),
     Line("publish_failed", "orchestrator", "A policy version did not go live, and will be tried again: `version`, `error`."),

@@ -15,27 +15,28 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-from setproctitle import setproctitle
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig, load
-from slipstream.config.envs import EnvConfig, EvalConfig
-from slipstream.config.serve import SamplingConfig
 from slipstream.envs.base import count_tasks, load_env
-from slipstream.envs.play import EnvPlayer, greedy
+from slipstream.envs.frozen import Watchdog, dump_file, play_named
+from slipstream.envs.play import EnvPlayer
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.orchestrator.curriculum import Curriculum
+from slipstream.orchestrator.evals import eval_sampling
 from slipstream.orchestrator.ledger import Ledger
 from slipstream.orchestrator.loop import BoundEnv, Orchestrator, Parts
 from slipstream.orchestrator.store import FolderLock, RunStore
-from slipstream.ports import Engine
+from slipstream.ports import Engine, Player
 from slipstream.serving.pool import EnginePool
 from slipstream.transport.folder import FolderTrainer
+from slipstream.types import Outcome, Rollout, Task
 
 COMPLETE, FRUITLESS, TERMINATED = 0, 3, 143
 
@@ -45,26 +46,30 @@ def main(run_folder: Path) -> int:
 
     Raises ConfigError (another orchestrator holds the folder, a wrong environment), TrainerError, EngineError, EnvError, StateError.
     """
-    setproctitle("slipstream orchestrator")
     config = load(RunConfig, [run_folder / "config.toml"])
     with (
         closing(FolderLock(run_folder)),
         closing(Ledger(run_folder / "ledger.sqlite")) as ledger,
         MetricsWriter(run_folder, "orchestrator") as metrics,
+        closing(Watchdog(dump_file(run_folder), config.orchestrator.max_freeze_s)) as watchdog,
         # not asyncio.run: it waits for every task, and a player that swallows cancellation would keep the process for ever
         closing(asyncio.new_event_loop()) as loop,
     ):
-        reason = loop.run_until_complete(_run(run_folder, config, ledger, metrics))
+        reason = loop.run_until_complete(_run(run_folder, config, ledger, metrics, watchdog))
         ledger.audit()
     print(f"orchestrator: {reason}", file=sys.stderr, flush=True)
     return {"max_steps": COMPLETE, "stop_at_eval": COMPLETE, "stopped": TERMINATED}.get(reason, FRUITLESS)
 
 
-async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: MetricsWriter) -> str:
+async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: MetricsWriter, watchdog: Watchdog) -> str:
     """The reason of the end."""
+    for (env, task), rollout in watchdog.seen.items():
+        metrics.event("frozen", env=env, task=task, rollout=rollout)
+        print(f"orchestrator: WARNING: not played: {_not_played(env, task, rollout)}", file=sys.stderr, flush=True)
     async with EnginePool.of_run(run_folder, config.engine.replicas) as engine:
-        envs = _bind_envs(config, engine, ledger.last_state())
-        parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _WithMemory(metrics), time.time)
+        envs = [_watched(bound, watchdog.seen) for bound in _bind_envs(config, engine, ledger.last_state())]
+        parts = Parts(tuple(envs), engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _WithMemory(metrics), time.time)
+        beating = asyncio.create_task(_beat(watchdog, min(1.0, config.orchestrator.max_freeze_s / 4)))
         run = asyncio.create_task(Orchestrator(config, parts).run(), name="run")
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, _cancel_once(run))
@@ -72,6 +77,15 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
             return await run
         except asyncio.CancelledError:
             return "stopped"
+        finally:
+            beating.cancel()
+
+
+async def _beat(watchdog: Watchdog, every_s: float) -> None:
+    """Tell the watchdog that the loop turns."""
+    while True:
+        watchdog.arm()
+        await asyncio.sleep(every_s)
 
 
 def _cancel_once(run: asyncio.Task[str]) -> Callable[[], None]:
@@ -101,11 +115,30 @@ def _curriculum(config: RunConfig, num_tasks: int, state: Mapping[str, Any] | No
     return make(config.orchestrator.curriculum, num_tasks, config.seed)
 
 
-def eval_sampling(env: EnvConfig, config: EvalConfig) -> SamplingConfig:
-    """The environment's limits at the evaluation's temperature; greedy at 0."""
-    if config.temperature == 0:
-        return greedy(env.sampling)
-    return env.sampling.replace(temperature=config.temperature)
+def _watched(bound: BoundEnv, frozen: Mapping[tuple[str, str], str]) -> BoundEnv:
+    return replace(bound, player=_Watched(bound.player, frozen), eval_player=_Watched(bound.eval_player, frozen))
+
+
+class _Watched:
+    """A player whose stack says which rollout it plays, and that does not play what an earlier process froze in."""
+
+    def __init__(self, player: Player, frozen: Mapping[tuple[str, str], str]):
+        """`frozen`: (environment, task id) -> rollout id."""
+        self._player = player
+        self._frozen = frozen
+
+    async def __call__(self, task: Task, rollout_id: str, group_id: str, version_start: int) -> Rollout:
+        if (earlier := self._frozen.get((task.env, task.id))) is not None:
+            error = _not_played(task.env, task.id, earlier)
+            return Rollout(rollout_id, task, group_id, Outcome.env_error, error=error, version_start=version_start, started_s=time.time())
+        return await play_named(rollout_id, task, lambda: self._player(task, rollout_id, group_id, version_start))
+
+
+def _not_played(env: str, task: str, rollout: str) -> str:
+    return (
+        f"environment {env!r}, task {task}: rollout {rollout} of it was being played when the orchestrator stood still for longer than "
+        "orchestrator.max_freeze_s; the stacks are in logs/orchestrator.frozen"
+    )
 
 
 class _WithMemory:

@@ -104,3 +104,47 @@ async def test_an_async_hook_that_never_returns_misses_its_deadline():
 
     with pytest.raises(EnvError, match=r"hangs did not return within 0.01 s"):
         await run_hook(hangs, timeout=0.01)
+
+
+async def test_a_hook_that_spins_is_ended_with_its_deadline():
+    workers, ended = Workers(), threading.Event()
+
+    def spins():
+        try:
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    with pytest.raises(EnvError, match="did not return"):
+        await workers.call(spins, (), 0.05)
+    assert ended.wait(10)
+    while workers.hung:
+        await workers_turn()
+    assert await workers.call(int, ("7",), 1) == 7
+
+
+async def test_calls_that_end_just_at_their_deadline_leave_the_books_in_order():
+    """Whether the interruption finds the thread before, in or after the hook."""
+    workers, done = Workers(max_hung=10_000), 0
+
+    def hook(turns):
+        for _ in range(turns):
+            pass
+
+    async def one(i):
+        nonlocal done
+        try:
+            await workers.call(hook, (i % 50 * 2_000,), i % 7 * 1e-4)
+            done += 1
+        except EnvError:
+            pass
+
+    for start in range(0, 2000, 20):
+        await asyncio.gather(*(one(i) for i in range(start, start + 20)))
+    async with asyncio.timeout(10):
+        while workers.hung:
+            await workers_turn()
+    assert 0 < done < 2000
+    assert [await workers.call(int, ("7",), 5) for _ in range(len(workers._idle) + 1)] == [7] * (len(workers._idle) + 1)
+    assert all(worker._thread.is_alive() for worker in workers._idle)

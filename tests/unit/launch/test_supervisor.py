@@ -77,6 +77,39 @@ def test_an_engine_that_refuses_its_configuration_is_not_restarted(folder):
         Supervisor(specs, folder).run(on_poll=lambda: None)
 
 
+FREEZE = """
+    import sys
+    from pathlib import Path
+    frozen = Path({0!r})
+    before = frozen.read_text() if frozen.exists() else ""
+    if before.count("Timeout") < {1}:
+        frozen.write_text(before + 'Timeout\\n  File "x.py", line 1 in rollout g1/0 env mine task t%2F1\\n')
+        sys.exit(1)
+    """
+
+
+def test_a_role_that_an_environment_froze_is_started_again(folder):
+    frozen, events = folder / "frozen", []
+    spec = ProcessSpec("orchestrator", script(FREEZE.format(str(frozen), 2)), frozen=frozen)
+    Supervisor([spec], folder, events.append).run(on_poll=lambda: None)
+    assert len(events) == 2 and "environment 'mine', task t/1" in events[0] and "(2/5)" in events[1]
+
+
+def test_a_role_that_freezes_for_ever_ends_the_run_and_names_the_task(folder):
+    frozen = folder / "frozen"
+    spec = ProcessSpec("orchestrator", script(FREEZE.format(str(frozen), 99)), frozen=frozen)
+    with pytest.raises(RoleDied, match=r"6 times, the last time in environment 'mine', task t/1. .*frozen.*delete that file"):
+        Supervisor([spec], folder, lambda line: None).run(on_poll=lambda: None)
+
+
+def test_a_role_that_dies_beside_an_old_dump_ends_the_run(folder):
+    frozen = folder / "frozen"
+    frozen.write_text("Timeout\n")
+    spec = ProcessSpec("orchestrator", script("import sys; sys.exit(1)"), frozen=frozen)
+    with pytest.raises(RoleDied, match="ended with exit code 1"):
+        Supervisor([spec], folder).run(on_poll=lambda: None)
+
+
 def test_sigterm_stops_every_role_in_order(folder):
     marker = folder / "saved"
     trainer = script(

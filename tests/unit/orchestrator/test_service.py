@@ -6,12 +6,14 @@ import random
 import signal
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from slipstream.config import RunConfig, to_toml
+from slipstream.envs.frozen import dump_file
 from slipstream.errors import ConfigError
 from slipstream.fakes import FakeEngine, FakeEnv
 from slipstream.observe.metrics import read_metrics
@@ -84,6 +86,19 @@ def test_nothing_to_learn_has_an_exit_code_and_a_reason_of_its_own(folder, aroun
     assert any(record.get("name") == "published" for record in read_metrics(folder))
 
 
+def test_what_an_earlier_process_froze_in_is_not_played_again(folder, around, capfd):
+    played = []
+    around(lambda rollout: played.append(rollout.task.id) or rollout)
+    dump_file(folder).parent.mkdir()
+    dump_file(folder).write_text(
+        "".join(f'  File "x.py", line 1 in rollout g1/0 env fake task {quote(f"fake/train/{i}")}\n' for i in range(1, 9))
+    )
+    assert service.main(folder) == 3
+    assert set(played) == {"fake/train/0"}
+    assert "not played: environment 'fake', task fake/train/3: rollout g1/0" in capfd.readouterr().err
+    assert sum(record.get("name") == "frozen" for record in read_metrics(folder)) == 8
+
+
 def test_a_second_orchestrator_on_the_folder_is_refused_before_it_touches_anything(folder, around):
     lock = FolderLock(folder)
     with pytest.raises(ConfigError, match="two runs on one folder"):
@@ -99,11 +114,3 @@ def test_exit_codes_say_how_the_run_ended(reason, code, folder, monkeypatch):
 
     monkeypatch.setattr(service, "_run", run)
     assert service.main(folder) == code
-
-
-def test_evaluations_sample_at_their_own_temperature_within_the_environments_limits(folder):
-    config = RunConfig.model_validate({"model": {"path": "none"}, "envs": [{"id": "fake", "sampling": {"max_tokens": 7, "top_p": 0.5}}]})
-    env = config.envs[0]
-    assert service.eval_sampling(env, config.eval).model_dump() == {**env.sampling.model_dump(), "temperature": 0.0, "top_p": 1.0}
-    warm = service.eval_sampling(env, config.eval.replace(temperature=0.7))
-    assert (warm.temperature, warm.max_tokens, warm.top_p) == (0.7, 7, 0.5)
