@@ -102,6 +102,7 @@ def rl(
         return
     if resume and clean:
         raise ConfigError("--resume and --clean contradict each other: --clean deletes the run that --resume would continue")
+    _check_model(config.model.path)
     raise typer.Exit(run(config, resume=resume, clean=clean))
 
 
@@ -115,7 +116,9 @@ def sft(
     """Supervised warm-up on the environments' own demonstrations ([sft] in the run file)."""
     from slipstream.jobs.sft import warm_up
 
-    warm_up(_with_model(load(RunConfig, files, sets), model), out)
+    config = _with_model(load(RunConfig, files, sets), model)
+    _check_model(config.model.path)
+    warm_up(config, out)
 
 
 @command("slipstream eval configs/quickstart.toml --model runs/quickstart/final")
@@ -128,7 +131,9 @@ def eval(
     """Play the held-out tasks of [[envs]] with an engine in this process, and print the scores."""
     from slipstream.jobs.evaluate import evaluate, print_scores
 
-    scores = evaluate(_with_model(load(RunConfig, files, sets), model))
+    config = _with_model(load(RunConfig, files, sets), model)
+    _check_model(config.model.path)
+    scores = evaluate(config)
     print(json.dumps(scores)) if as_json else print_scores(scores)
     if not all(row["graded"] for row in scores.values()):
         raise typer.Exit(1)
@@ -139,7 +144,7 @@ def make_model(
     folder: Annotated[Path, typer.Argument(help="Where to write the model (HF format)", show_default=False)],
     preset: Annotated[str, typer.Option(help="Size and architecture: see docs/models.md")] = "tiny-moe",
     env: Annotated[list[str], typer.Option(help="Environments whose demonstrations the tokenizer is trained on")] = ["calculator"],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the corpus")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the corpus")] = 0,
 ) -> None:
     """Make a small model: random weights and a tokenizer trained here, as an ordinary HF folder."""
     from slipstream.jobs.make_model import make
@@ -154,11 +159,12 @@ def generate(
     env: Annotated[str | None, typer.Option(help="Offer this environment's tools, and run the calls", show_default=False)] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens per turn")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampler")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler")] = 0,
 ) -> None:
     """Chat once with a model, with an engine in this process."""
     from slipstream.jobs.generate import chat
 
+    _check_model(model)
     for message in chat(model, prompt, env, max_tokens=max_tokens, temperature=temperature, seed=seed):
         print(message)
 
@@ -228,7 +234,7 @@ def engine(
     run: Annotated[
         Path | None, typer.Option(help="Serve as a replica of this run (started by `slipstream rl`)", show_default=False)
     ] = None,
-    replica: Annotated[int, typer.Option(help="Number of the replica, with --run")] = 0,
+    replica: Annotated[int, typer.Option(min=0, help="Number of the replica, with --run")] = 0,
     port: Annotated[int, typer.Option(help="Port, with --model; 0 takes a free one")] = 0,
     host: Annotated[str, typer.Option(help="Address to bind, with --model")] = "127.0.0.1",
     seq_len: Annotated[int, typer.Option(help="Context in tokens, with --model")] = 1024,
@@ -241,8 +247,10 @@ def engine(
     if (model is None) == (run is None):
         raise ConfigError("engine: give either --model FOLDER (stand-alone) or --run FOLDER (a replica of a run)")
     if run is not None:
+        _check_run(run)
         raise typer.Exit(serve_run(run, replica))
     assert model is not None
+    _check_model(model)
     config = load(EngineConfig, (), [f"host={host}", f"port={port}", *sets])
     raise typer.Exit(serve_folder(model, config, seq_len))
 
@@ -279,9 +287,35 @@ def _with_model(config: RunConfig, model: Path | None) -> RunConfig:
     return config if model is None else config.replace(model=config.model.replace(path=model))
 
 
+def _check_model(folder: Path) -> None:
+    """Raises ModelError with the ways to get a model where there is none."""
+    if (folder / "config.json").is_file():
+        return
+    what = (
+        "has no config.json, so it is not a model folder" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
+    )
+    raise ModelError(
+        f"model folder {folder} {what}. Name an HF folder (as save_pretrained writes it, or RUN/final), or make a small model: "
+        f"slipstream make-model {folder} --preset tiny-moe --env calculator"
+    )
+
+
 def _check_run(run: Path) -> None:
-    if not (run / "config.toml").exists():
-        raise ConfigError(f"{run} is not a run folder: it has no config.toml")
+    """Raises ConfigError where there is no run. A configuration that this build does not read is said, and hides what needs it."""
+    file = run / "config.toml"
+    if not file.exists():
+        hint = f"; runs there: {', '.join(runs[:5])}" if (runs := _runs_in(run)) else ""
+        raise ConfigError(f"{run} is not a run folder: it has no config.toml{hint}")
+    try:
+        load(RunConfig, [file])
+    except ConfigError as error:
+        print(f"warning: what needs the configuration is left out, because {file} cannot be used:\n{error}", file=sys.stderr)
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Runs in this folder or, where it does not exist, beside it."""
+    place = folder if folder.is_dir() else folder.parent
+    return sorted(str(file.parent) for file in place.glob("*/config.toml")) if place.is_dir() else []
 
 
 __all__ = ["app", "main"]

@@ -38,6 +38,10 @@ BUILT_IN = {
 """Name in a run file -> 'package.module:Class'."""
 
 
+_PLAIN: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+"""Annotation of an argument -> types of a run file's value that fit it. Other annotations are the class's own business."""
+
+
 class TruncatedError(Exception):
     """The policy has no token, context or turn left. An environment that wants to grade what there is catches it."""
 
@@ -77,7 +81,7 @@ class Env:
 
     def task_from_prompt(self, text: str) -> Task:
         """A task that a user typed, to try a policy by hand. Raises ConfigError: not a task of this environment."""
-        raise ConfigError(f"environment {self.name!r} plays its own tasks only: add a method task_from_prompt(self, text) to it")
+        raise ConfigError(f"environment {self.name!r} plays its own tasks only: leave it out, or add a method task_from_prompt(self, text)")
 
     def prompt(self, task: Task) -> Messages | Awaitable[Messages]:
         """The messages that open the conversation."""
@@ -156,6 +160,10 @@ def load_env(config: EnvConfig, seed: int) -> Env:
         raise ConfigError(
             f"envs[{config.label}].args = {config.args!r}: {error}. {cls.__name__} takes: {', '.join(known) or 'none'}"
         ) from None
+    for name, value in config.args.items():
+        kind = _kind(cls, name)
+        if kind in _PLAIN and type(value) not in _PLAIN[kind]:
+            raise ConfigError(f"envs[{config.label}].args.{name} = {value!r}: expected {kind}")
     try:
         env = cls(seed=seed, **config.args)
     except (ValueError, TypeError) as error:
@@ -192,6 +200,13 @@ def _find(id_: str) -> type[Env]:
     if not (isinstance(cls, type) and issubclass(cls, Env)):
         raise ConfigError(f"environment {id_!r}: {class_name} is not an environment; write `class {class_name}(slipstream.envs.base.Env)`")
     return cls
+
+
+def _kind(cls: type[Env], argument: str) -> str:
+    """Name of an argument's annotation; '' where it has none, or is taken by **kwargs."""
+    parameter = inspect.signature(cls).parameters.get(argument)
+    annotation = None if parameter is None else parameter.annotation
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
 
 
 # ---- seeded tasks with a held-out split ----

@@ -28,6 +28,7 @@ def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
     if config.sft is None:
         raise ConfigError("sft: the run file has no [sft] table; add one (an empty table takes every default)")
     check_replaceable(out)
+    out.parent.mkdir(parents=True, exist_ok=True)  # where that is impossible, now is the time to say so
     torch.set_num_threads(config.trainer.threads)
     console = Console(stderr=True)
     samples = demonstrations(config)

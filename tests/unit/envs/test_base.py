@@ -31,6 +31,21 @@ def test_every_built_in_environment_loads_by_name(id_):
     assert (env.name, env.seed, env.hook_timeout_s) == ("label", 5, 7)
 
 
+@pytest.mark.parametrize(
+    ("id_", "args", "said"),
+    [
+        ("constraints", {"min_words": "8"}, "expected int"),
+        ("calculator", {"num_steps": True}, "expected int"),
+        (f"{__name__}:Mine", {"size": 2.5}, "expected int"),
+        ("reverse-text", {"partial_credit": 1}, "expected bool"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named_before_the_class_sees_it(id_, args, said):
+    [(name, value)] = args.items()
+    with pytest.raises(ConfigError, match=rf"args\.{name} = {value!r}: {said}"):
+        load_env(config(id_, args=args), seed=0)
+
+
 @pytest.mark.parametrize("id_", BUILT_IN)
 def test_tasks_are_deterministic_in_seed_split_and_index(id_):
     one, same, other = (load_env(config(id_), seed) for seed in (1, 1, 2))
