@@ -73,7 +73,8 @@ def _bucket(length: int) -> int:
 def doc_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, docs: Documents, scale: float) -> Tensor:
     """Causal attention within each document of a packed row; differentiable. `docs` is a `DocLayout` or doc_starts (D + 1 values).
 
-    Build the `DocLayout` once a row: it serves every layer. Native, also with gradients, for fp32 on the CPU and d a multiple of 8.
+    Build the `DocLayout` once a row: it serves every layer. Native, also with gradients, on the CPU for d a multiple of 8. bf16 is computed
+    in fp32 there, as in `paged_attention` (torch's bf16 backward of many short documents is also the slower one).
     Raises StateError when the documents do not cover T tokens or the heads do not match.
     """
     layout = docs if isinstance(docs, DocLayout) else DocLayout(docs, q_THd.device)
@@ -83,6 +84,8 @@ def doc_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, docs: Documents, 
         raise StateError(
             f"doc_attention: documents of {layout.num_tokens} tokens, q, k, v of shapes {shapes}; expected [T, H, d], [T, G, d] twice"
         )
+    if q_THd.dtype is torch.bfloat16 and q_THd.is_cpu:
+        return doc_attention(q_THd.float(), k_TGd.float(), v_TGd.float(), layout, scale).bfloat16()
     kernels = None if dim % LANES else native_for(q_THd, k_TGd, v_TGd, training=True)
     if kernels is None:
         return doc_attention_reference(q_THd, k_TGd, v_TGd, layout, scale)

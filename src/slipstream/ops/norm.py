@@ -19,13 +19,15 @@ from slipstream.ops.native import LANES, check, dense_tokens, loaded, native_for
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in fp32 and returned in the dtype of `x`.
 
-    Native, also with gradients, for fp32 [T, D] and [T, H, D] on the CPU with D a multiple of 8; tokens may be strided (a slice of a
-    fused qkv).
+    Native, also with gradients, on the CPU for [T, D] and [T, H, D] with D a multiple of 8; tokens may be strided (a slice of a fused
+    qkv). bf16 is widened there, and rounded once at the end.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
     dim = x_TD.shape[-1]
     if weight_D.shape != (dim,):
         raise StateError(f"rms_norm: weight has shape {tuple(weight_D.shape)}, expected ({dim},)")
+    if x_TD.dtype is torch.bfloat16 and x_TD.is_cpu:
+        return rms_norm(x_TD.float(), weight_D.float(), eps).bfloat16()
     kernels = None if dim % LANES else native_for(x_TD, weight_D, training=True)
     if kernels is None or x_TD.dim() not in (2, 3):
         return rms_norm_reference(x_TD, weight_D, eps)

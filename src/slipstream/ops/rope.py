@@ -20,13 +20,17 @@ from slipstream.ops.native import dense_tokens, loaded, native_for
 def rope(q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the pairs (i, i + r/2) of every head by the token's angles; returns new (q, k).
 
-    `cos` and `sin` repeat themselves in both halves, as in `cat(freqs, freqs)`. Native, also with gradients, for fp32 on the CPU.
+    `cos` and `sin` repeat themselves in both halves, as in `cat(freqs, freqs)`. Native, also with gradients, on the CPU (bf16 is widened there,
+    and rounded once at the end).
     Source: Su et al., "RoFormer", 2021, section 3.2; the pairing of halves is that of GPT-NeoX.
     """
     (tokens, _, dim), (_, kv_heads, _), (_, rotary) = q_THd.shape, k_TGd.shape, cos_Tr.shape
     if k_TGd.shape != (tokens, kv_heads, dim) or not cos_Tr.shape == sin_Tr.shape == (tokens, rotary) or rotary > dim or rotary % 2:
         shapes = [tuple(x.shape) for x in (q_THd, k_TGd, cos_Tr, sin_Tr)]
         raise StateError(f"rope: shapes {shapes}; expected q [T, H, d], k [T, G, d], cos and sin [T, r] with r even and at most d")
+    if q_THd.dtype is torch.bfloat16 and q_THd.is_cpu:
+        q_wide, k_wide = rope(q_THd.float(), k_TGd.float(), cos_Tr.float(), sin_Tr.float())
+        return q_wide.bfloat16(), k_wide.bfloat16()
     kernels = native_for(q_THd, k_TGd, cos_Tr, sin_Tr, training=True)
     grad = torch.is_grad_enabled()
     if kernels is None or (grad and (cos_Tr.requires_grad or sin_Tr.requires_grad)):
