@@ -7,6 +7,7 @@ Knows nothing of HTTP; the server, and anything else that has an event loop, cal
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -17,12 +18,22 @@ import numpy as np
 from slipstream.errors import EngineUnavailable
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
 
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 5
+"""Steps that may fail in a row before the process ends. More than `serving.pool.MOST_SENDS`, so that one request which fails every step is
+given up before the engine is."""
+
 MERGE_GAP_S = 0.02
 """Busy periods with a shorter pause between them are one span: a client needs that long to come back with its next turn."""
 
 TURNS_A_STEP = 3
 """Turns of the event loop between two steps: reading a request, starting its handler and answering are one turn each. With a single turn
 they would be a step apart, and every request would wait for two more steps."""
+
+
+class StepFailed(EngineUnavailable):
+    """A step in which the request took part raised; the engine goes on. Sent again it may succeed: another request may be the cause."""
 
 
 class StepResult(Protocol):
@@ -49,6 +60,10 @@ class SteppedEngine(Protocol):
     def add(self, request: GenerateRequest) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def step(self) -> StepResult: ...
+    def recover(self) -> Sequence[str]:
+        """After a step that raised: forget the requests whose state is lost, and return their ids. Raises when that is not enough."""
+        ...
+
     def prepare(self, version: PolicyVersion) -> None: ...
     def commit(self, number: int) -> None: ...
     def pause(self) -> None: ...
@@ -84,6 +99,9 @@ class EngineDriver:
         self._spans: list[tuple[float, float]] = []
         self._abandoned: set[str] = set()
         """Requests that nobody waits for any more, whose completion has still to come out of a step."""
+        self.failed_steps = 0
+        """Steps that raised, since the start."""
+        self._failed_in_a_row = 0
         self.prepare_s = 0.0
         """Seconds that the last prepare took; decoding went on."""
         self.commit_s = 0.0
@@ -91,7 +109,7 @@ class EngineDriver:
 
     @property
     def ready(self) -> bool:
-        """Whether a request can be answered: a version is live and no step has failed."""
+        """Whether a request can be answered: a version is live and the engine is not going down."""
         return self._failure is None and self._live >= 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -159,8 +177,9 @@ class EngineDriver:
     async def drive(self) -> None:
         """Steps while there is work and sleeps until woken by `_add`, `commit`, `abort` or `resume`.
 
-        A step that raises leaves KV and sequences in an unknown state: everybody waiting gets EngineUnavailable and the error goes on
-        to whoever runs this, which ends the process (a supervisor starts a clean one).
+        A step that raises costs the requests that were running: which of them is to blame is unknown, and so is what it wrote of their
+        KV. Those that wait go on. After MAX_FAILED_STEPS in a row, or when the engine cannot recover, everybody gets EngineUnavailable
+        and the error goes on to whoever runs this, which ends the process (a supervisor starts a clean one).
         """
         while True:
             await self._work.wait()
@@ -168,7 +187,9 @@ class EngineDriver:
             while self.engine.has_work:
                 started = time.time()
                 try:
-                    self._dispatch(self.engine.step())
+                    result = self._step()
+                    if result is not None:
+                        self._dispatch(result)
                 except Exception as error:
                     self.fail(error)
                     raise
@@ -176,15 +197,34 @@ class EngineDriver:
                 for _ in range(TURNS_A_STEP):
                     await asyncio.sleep(0)
 
+    def _step(self) -> StepResult | None:
+        """One step; None when it failed and those who took part have been told. Raises after MAX_FAILED_STEPS in a row."""
+        try:
+            result = self.engine.step()
+        except Exception as error:
+            self.failed_steps += 1
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row == MAX_FAILED_STEPS:
+                raise
+            lost = self.engine.recover()
+            log.error("a step failed (%d in a row); %d running requests are lost", self._failed_in_a_row, len(lost), exc_info=error)
+            self._refuse(lost, StepFailed(f"a step of the engine failed: {type(error).__name__}: {error}; send the request again"))
+            return None
+        self._failed_in_a_row = 0
+        return result
+
     def fail(self, error: Exception) -> None:
         """Answer everybody who waits, and refuse what comes: this engine is done."""
         self._failure = error
-        reason = f"the engine is going down: {type(error).__name__}: {error}"
-        for future in self._finish.values():
-            if not future.done():
-                future.set_exception(EngineUnavailable(reason))
-        for hear in list(self._listeners.values()):
-            hear(EngineUnavailable(reason))
+        self._refuse([*self._finish, *self._listeners], EngineUnavailable(f"the engine is going down: {type(error).__name__}: {error}"))
+
+    def _refuse(self, request_ids: Sequence[str], error: EngineUnavailable) -> None:
+        for request_id in request_ids:
+            if (future := self._finish.get(request_id)) is not None:
+                if not future.done():
+                    future.set_exception(error)
+            elif (hear := self._listeners.get(request_id)) is not None:
+                hear(error)
 
     def take_spans(self) -> list[tuple[float, float]]:
         """Busy periods (start, end in seconds since the epoch) since the last call, merged; a running one is cut here."""

@@ -131,16 +131,33 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        """Schedule, run, postprocess. Returns at once when there is nothing to do or the engine is paused."""
+        """Schedule, run, postprocess. Returns at once when there is nothing to do or the engine is paused.
+
+        After an error: `recover`.
+        """
         began = time.perf_counter()
         result = StepResult(finished=self._ended)
-        self._ended = []
         plan = None if self._paused else self._scheduler.plan(self._weights.number, began)
         if plan is not None:
             logits_SV = self._runner.run(self._weights.model, plan)
             self._postprocess(plan, logits_SV, result)
+        self._ended = []  # not before: what has ended is handed out by the next step when this one fails
         self.busy_s += time.perf_counter() - began
         return result
+
+    def recover(self) -> list[str]:
+        """After a step that raised: forget every running request, and all KV that a later one could find; returns their ids.
+
+        What waits goes on, and completions that were not handed out come with the next step. Raises when the books do not balance.
+        """
+        lost = self._scheduler.running
+        self._scheduler.leave(lost)
+        if self._scheduler.prefix is not None:
+            self._scheduler.prefix.clear()
+        for sequence in lost:
+            del self._by_id[sequence.id]
+        self.check_integrity()
+        return [sequence.id for sequence in lost]
 
     def _postprocess(self, plan: Plan, logits_SV: torch.Tensor, result: StepResult) -> None:
         """Sample, append, and end what has reached its end."""

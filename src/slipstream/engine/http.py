@@ -5,7 +5,7 @@
 404, 405, 413                  no such route, wrong method, body too large (aiohttp raises these)
 409 EngineError, ModelError    the engine refused new weights
 429 EngineUnavailable at add   the queue is full, or no version is live yet: try again
-503 EngineUnavailable later    the engine is going down
+503 EngineUnavailable later    a step failed, or the engine is going down
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from slipstream.engine.driver import StepFailed
 from slipstream.errors import EngineError, EngineUnavailable, ModelError, RequestError, WireError
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def error_response(error: Exception, unavailable_status: int = 503) -> web.Respo
     if isinstance(error, (RequestError, WireError)):
         status = 400
     elif isinstance(error, EngineUnavailable):
-        status = unavailable_status
+        status = 503 if isinstance(error, StepFailed) else unavailable_status
     elif isinstance(error, (EngineError, ModelError)):
         status = 409
     else:

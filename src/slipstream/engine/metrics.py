@@ -25,6 +25,7 @@ COUNTERS = frozenset(
         "engine/tokens/cached",
         "engine/time/busy_s",
         "engine/preemptions/count",
+        "engine/steps/failed",
     }
 )
 """Keys that only grow while the process lives; the others are gauges."""
@@ -48,6 +49,7 @@ def engine_values(driver: EngineDriver) -> dict[str, float]:
         "engine/kv/age_max": engine.kv_age_max,
         "engine/version/live": state.live_version,
         "engine/preemptions/count": engine.preemptions,
+        "engine/steps/failed": driver.failed_steps,
         "engine/memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
     }
 

@@ -83,7 +83,7 @@ async def _serve_folder(engine: EmbeddedEngine, config: EngineConfig, folder: Pa
 async def serving(
     driver: EngineDriver, model_folder: Path, host: str, port: int, token: str
 ) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
-    """The server while the block runs: its URL, and the step loop, which ends only when a step has failed.
+    """The server while the block runs: its URL, and the step loop, which ends only when steps fail again and again.
 
     Raises ConfigError when the port is taken.
     """
@@ -113,7 +113,7 @@ def write_endpoint(file: Path, url: str, token: str) -> None:
 
 
 async def _stopped(driving: asyncio.Task[None]) -> int:
-    """Waits for a signal (exit status 0) or a failed step (1: the reason is in the log, and everybody who waited has been told)."""
+    """Waits for a signal (exit status 0) or too many failed steps (1: the reason is in the log, and everybody who waited has been told)."""
     signalled = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)

@@ -459,6 +459,13 @@ ENGINE = (
         "Growing: the KV cache is too small for the concurrency.",
     ),
     Metric(
+        "engine/steps/failed",
+        "Steps that raised, since the start of the process; the requests that were running were refused and sent again.",
+        "steps",
+        "0",
+        "Above 0: the traceback is in the engine's log. Five in a row end the process, and the supervisor starts another.",
+    ),
+    Metric(
         "engine/time/prepare_s",
         "Time to load and verify the last policy version, while decoding went on.",
         "s",

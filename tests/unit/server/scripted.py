@@ -39,7 +39,8 @@ class ScriptedEngine:
         self.live = PolicyVersion(version, f"fingerprint-{version}", None, "")
         self.paused = False
         self.steps = 0
-        self.break_next_step: Exception | None = None
+        self.failures: list[Exception] = []
+        """What the next steps raise."""
         self.tokens_prefilled = self.tokens_cached = self.preemptions = self.kv_age_max = 0
         self.expert_load = np.zeros((2, 4), np.int64)
 
@@ -62,8 +63,8 @@ class ScriptedEngine:
                 self.ended.append(self._completion(self.running.pop(name), "abort"))
 
     def step(self) -> Step:
-        if self.break_next_step is not None:
-            raise self.break_next_step
+        if self.failures:
+            raise self.failures.pop(0)
         self.steps += 1
         result, self.ended = Step(self.ended), []
         for name, running in list(self.running.items()):
@@ -77,6 +78,10 @@ class ScriptedEngine:
                 del self.running[name]
                 result.finished.append(self._completion(running, "stop" if running.said >= len(running.script) else "length"))
         return result
+
+    def recover(self) -> list[str]:
+        lost, self.running = list(self.running), {}
+        return lost
 
     def prepare(self, version: PolicyVersion) -> None:
         if version.fingerprint == "wrong":

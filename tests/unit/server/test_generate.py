@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slipstream.engine.driver import EngineDriver
+from slipstream.engine.driver import MAX_FAILED_STEPS, EngineDriver
 from slipstream.engine.server import write_endpoint
-from slipstream.errors import ConfigError, EngineError, EngineUnavailable, RequestError
+from slipstream.errors import ConfigError, EngineError, EngineUnavailable, RequestError, StateError
 from slipstream.serving.client import EngineBusy, HttpEngine
 from slipstream.serving.replica import _read
 from slipstream.types import GenerateRequest, PolicyVersion, Sampling
@@ -164,18 +164,62 @@ async def test_a_full_queue_and_an_id_in_use_are_busy_and_an_impossible_request_
         await served.client.generate(ask(prompt=range(300)))
 
 
-async def test_a_step_that_fails_answers_everybody_and_ends_the_loop_with_the_reason(serve):
+async def test_a_step_that_fails_costs_those_who_took_part_and_the_engine_goes_on(serve):
     served = await serve(ScriptedEngine(echo))
     await served.client.pause()
     calls = [asyncio.create_task(served.client.generate(ask(f"r/{i}"))) for i in range(2)]
     await until(lambda: len(served.engine.running) == 2)
-    served.engine.break_next_step = FloatingPointError("overflow in layer 3")
+    served.engine.failures = [FloatingPointError("overflow in layer 3")]
     await served.client.resume()
     for call in calls:
-        with pytest.raises(EngineUnavailable, match="overflow in layer 3"):
+        with pytest.raises(
+            EngineUnavailable, match="HTTP 503: a step of the engine failed: FloatingPointError: overflow in layer 3"
+        ) as caught:
             await call
+        assert not isinstance(caught.value, EngineBusy)
+    assert (await served.client.generate(ask(prompt=[9]))).tokens_N.tolist() == [9]
+    async with served.http.get("/metrics") as response:
+        assert "slipstream_engine_steps_failed_total 1.0" in await response.text()
+    async with served.http.get("/health") as response:
+        assert response.status == 200
+
+
+async def test_a_stream_hears_of_the_failed_step_too(serve):
+    served = await serve(ScriptedEngine(echo))
+    served.engine.failures = [FloatingPointError("overflow")]
+    body = {"prompt": [1, 2, 3], "stream": True}
+    async with served.http.post("/v1/completions", json=body) as response:
+        assert "a step of the engine failed: FloatingPointError: overflow" in await response.text()
+    assert served.driver.ready
+
+
+async def test_after_too_many_failed_steps_in_a_row_everybody_is_told_and_the_loop_ends(serve):
+    served = await serve(ScriptedEngine(echo))
+    served.engine.failures = [FloatingPointError("overflow")] * (MAX_FAILED_STEPS - 1)
+    for _ in served.engine.failures.copy():
+        with pytest.raises(EngineUnavailable, match="a step of the engine failed"):
+            await served.client.generate(ask())
+    await served.client.generate(ask())  # one that succeeds: it counts from 0 again
+    served.engine.failures = [FloatingPointError("overflow")] * MAX_FAILED_STEPS
+    for _ in range(MAX_FAILED_STEPS - 1):
+        with pytest.raises(EngineUnavailable, match="a step of the engine failed"):
+            await served.client.generate(ask())
+    with pytest.raises(EngineUnavailable, match="going down: FloatingPointError: overflow"):
+        await served.client.generate(ask())
     with pytest.raises(EngineUnavailable, match="going down"):
         await served.client.generate(ask())
+
+
+async def test_an_engine_that_cannot_recover_ends_with_the_reason_of_that():
+    engine = ScriptedEngine(echo)
+    engine.failures = [FloatingPointError("overflow")]
+    engine.recover = lambda: (_ for _ in ()).throw(StateError("KV blocks do not add up"))
+    driver = EngineDriver(engine)
+    driving = asyncio.create_task(driver.drive())
+    with pytest.raises(EngineUnavailable, match="going down: StateError: KV blocks do not add up"):
+        await driver.generate(ask())
+    with pytest.raises(StateError):
+        await driving
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -188,4 +188,4 @@ async def test_an_engine_that_fails_in_mid_stream_says_so_in_the_stream(connect)
     stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
     with pytest.raises(openai.APIError, match="overflow"):
         async for _ in stream:
-            served.engine.break_next_step = FloatingPointError("overflow")
+            served.engine.failures = [FloatingPointError("overflow")]
