@@ -20,9 +20,6 @@ from torch.autograd.function import once_differentiable
 from slipstream.errors import StateError
 from slipstream.ops.native import LANES, check, dense_tokens, loaded, native_for
 
-MAX_HEAD_DIM = 512
-"""Of the native kernel, which keeps a query on the stack (MAX_HEAD in native.c)."""
-
 
 class DocLayout:
     """Where the documents of a packed row lie: computed once a row and shared by all layers.
@@ -156,7 +153,7 @@ def paged_attention(
     if heads % kv_heads or dim != cache_dim:
         raise StateError(f"paged_attention: q has {heads} heads of {dim}, the cache {kv_heads} heads of {cache_dim}")
     kernels = native_for(q_THd, k_cache_NBGd, v_cache_NBGd)
-    if kernels is None or dim % LANES or dim > MAX_HEAD_DIM:
+    if kernels is None or dim % LANES:
         return paged_attention_reference(q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, scale)
     q_THd = dense_tokens(q_THd)
     out_THd = torch.empty_like(q_THd)

@@ -17,8 +17,6 @@ from torch import Tensor
 from slipstream.ops.native import LANES, check, library
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-MAX_HEAD_DIM = 512
-"""As in kernels/paged.c."""
 
 
 class _Layer(ctypes.Structure):
@@ -147,7 +145,7 @@ class FusedDecoder:
 
 def can_fuse(tensors: Sequence[Tensor], feature_counts: Sequence[int], head_dim: int) -> bool:
     """Whether the kernel serves these weights: fp32 on the CPU, dense, with counts that fill vectors, and a compiler at hand."""
-    fits = head_dim <= MAX_HEAD_DIM and all(count % LANES == 0 for count in (*feature_counts, head_dim))
+    fits = all(count % LANES == 0 for count in (*feature_counts, head_dim))
     plain = all(x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() for x in tensors)
     return fits and plain and library() is not None
 

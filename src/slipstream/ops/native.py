@@ -27,7 +27,7 @@ from slipstream.errors import StateError
 KERNELS = Path(__file__).with_name("kernels")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-std=gnu11")
 LANES = 8
-"""Floats per vector: feature counts must be multiples of it."""
+"""Feature counts must be multiples of it: half of the widest vectors, all of the others."""
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {

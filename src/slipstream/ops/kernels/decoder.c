@@ -45,11 +45,11 @@ enum { ROWS = 96 };
 /* c (+)= a · b for `n` dense rows; b is [depth, columns]. */
 static void times(const float *a, int64_t n, const float *b, int64_t depth, int64_t columns, float *c, int add) {
     const float *from[ROWS];
-    float *to[ROWS], ones[ROWS];
+    float *to[ROWS];
     for (int64_t at = 0; at < n; at += ROWS) {
         int64_t rows = n - at < ROWS ? n - at : ROWS;
-        for (int64_t r = 0; r < rows; r++) from[r] = a + (at + r) * depth, to[r] = c + (at + r) * columns, ones[r] = 1;
-        rows_times(rows, from, 1, b, columns, depth, columns, to, add ? ones : NULL);
+        for (int64_t r = 0; r < rows; r++) from[r] = a + (at + r) * depth, to[r] = c + (at + r) * columns;
+        rows_times(rows, from, 1, b, depth, columns, to, add, NULL);
     }
 }
 

@@ -11,16 +11,19 @@ static void sort_pairs(const int64_t *ids, int64_t pairs, int64_t num_experts, i
     for (int64_t i = 0; i < pairs; i++) order[start[ids[i] + 1]++] = i;
 }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE v8 sigmoid(v8 x) { return 1.0f / (1.0f + exp8(-x)); }
+INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_wide(-x)); }
 
 /* act = silu(gate) · up of one row [gate | up]. */
 INLINE void activate(const float *row, int64_t inner, float *act) {
-    for (int64_t i = 0; i < inner; i += 8) {
-        v8 gate = load(row + i);
-        store(act + i, gate * sigmoid(gate) * load(row + inner + i));
+    for (int64_t i = 0; i < inner; i += WIDE) {
+        vec gate = load_next(row + i, inner - i);
+        store_next(act + i, inner - i, gate * sigmoid(gate) * load_next(row + inner + i, inner - i));
     }
+}
+
+/* to += factor · row. The rows of a product are added to those of their tokens here: a token may have the same expert twice. */
+INLINE void add_row(const float *row, float factor, int64_t dim, float *to) {
+    for (int64_t i = 0; i < dim; i += WIDE) store_next(to + i, dim - i, load_next(to + i, dim - i) + factor * load_next(row + i, dim - i));
 }
 
 /* `hidden` [pairs, 2 inner], in sorted order, keeps what the backward pass needs; NULL when there will be none. */
@@ -30,7 +33,7 @@ int experts(const float *x, const int64_t *ids, const float *gates, const float 
     for (int64_t i = 0; i < pairs; i++)
         if (ids[i] < 0 || ids[i] >= num_experts) return BAD_INDEX;
     int64_t *start = malloc((size_t)(num_experts + 2 + pairs) * sizeof *start), *order = start + num_experts + 2;
-    float *scratch = malloc((size_t)(CHUNK * 3 * inner) * sizeof *scratch);
+    float *scratch = malloc((size_t)(CHUNK * (3 * inner + dim)) * sizeof *scratch);
     if (start == NULL || scratch == NULL) {
         free(start), free(scratch);
         return NO_MEMORY;
@@ -39,18 +42,19 @@ int experts(const float *x, const int64_t *ids, const float *gates, const float 
     memset(y, 0, (size_t)(tokens * dim) * sizeof *y);
     for (int64_t e = 0; e < num_experts; e++)
         for (int64_t at = start[e]; at < start[e + 1]; at += CHUNK) {
-            int64_t n = least(start[e + 1] - at, CHUNK);
+            int64_t n = least(start[e + 1] - at, CHUNK), next = e;
+            while (next < num_experts && start[next + 1] <= at + n) next++; /* whose pairs follow */
             const float *in[CHUNK], *act[CHUNK];
-            float *mid[CHUNK], *to[CHUNK], factor[CHUNK];
+            float *mid[CHUNK], *out[CHUNK];
             for (int64_t r = 0; r < n; r++) {
-                int64_t pair = order[at + r], token = pair / top_k;
-                in[r] = x + token * dim, to[r] = y + token * dim, factor[r] = gates[pair];
+                in[r] = x + order[at + r] / top_k * dim;
                 mid[r] = hidden ? hidden + (at + r) * wide : scratch + r * wide;
-                act[r] = scratch + CHUNK * wide + r * inner;
+                act[r] = scratch + CHUNK * wide + r * inner, out[r] = scratch + CHUNK * 3 * inner + r * dim;
             }
-            rows_times(n, in, 1, gate_up + e * dim * wide, wide, dim, wide, mid, NULL);
+            rows_times(n, in, 1, gate_up + e * dim * wide, dim, wide, mid, 0, down + e * inner * dim);
             for (int64_t r = 0; r < n; r++) activate(mid[r], inner, scratch + CHUNK * wide + r * inner);
-            rows_times(n, act, 1, down + e * inner * dim, dim, inner, dim, to, factor);
+            rows_times(n, act, 1, down + e * inner * dim, inner, dim, out, 0, next < num_experts ? gate_up + next * dim * wide : NULL);
+            for (int64_t r = 0; r < n; r++) add_row(out[r], gates[order[at + r]], dim, y + order[at + r] / top_k * dim);
         }
     free(start), free(scratch);
     return OK;
@@ -66,24 +70,25 @@ static void add_outer(int64_t n, const float *a, int64_t rows, const float *b, i
     for (int64_t at = 0; at < rows; at += CHUNK) {
         int64_t m = least(rows - at, CHUNK);
         const float *from[CHUNK];
-        float *to[CHUNK], ones[CHUNK];
-        for (int64_t r = 0; r < m; r++) from[r] = a + at + r, to[r] = out + (at + r) * columns, ones[r] = 1;
-        rows_times(m, from, rows, b, columns, n, columns, to, ones);
+        float *to[CHUNK];
+        for (int64_t r = 0; r < m; r++) from[r] = a + at + r, to[r] = out + (at + r) * columns;
+        rows_times(m, from, rows, b, n, columns, to, 1, NULL);
     }
 }
 
 /* One row backwards: from d = dL/d(act) / gate to dL/d[gate | up] and gate · act; returns dL/d(gate weight). */
 static float activate_backward(const float *row, const float *d, float weight, int64_t inner, float *d_row, float *weighted) {
-    v8 total = splat(0);
-    for (int64_t i = 0; i < inner; i += 8) {
-        v8 gate = load(row + i), up = load(row + inner + i), slope = load(d + i);
-        v8 s = sigmoid(gate), silu = gate * s;
+    vec total = splat_wide(0);
+    for (int64_t i = 0; i < inner; i += WIDE) {
+        int64_t left = inner - i;
+        vec gate = load_next(row + i, left), up = load_next(row + inner + i, left), slope = load_next(d + i, left);
+        vec s = sigmoid(gate), silu = gate * s;
         total += slope * silu * up;
-        store(weighted + i, weight * silu * up);
-        store(d_row + i, weight * slope * up * s * (1.0f + gate * (1.0f - s)));
-        store(d_row + inner + i, weight * slope * silu);
+        store_next(weighted + i, left, weight * silu * up);
+        store_next(d_row + i, left, weight * slope * up * s * (1.0f + gate * (1.0f - s)));
+        store_next(d_row + inner + i, left, weight * slope * silu);
     }
-    return sum(total);
+    return sum_wide(total);
 }
 
 int experts_backward(const float *x, const int64_t *ids, const float *gates, const float *gate_up, const float *down,
@@ -91,13 +96,13 @@ int experts_backward(const float *x, const int64_t *ids, const float *gates, con
                      int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner) {
     int64_t pairs = tokens * top_k, wide = 2 * inner;
     int64_t *start = malloc((size_t)(num_experts + 2 + pairs) * sizeof *start), *order = start + num_experts + 2;
-    float *up_t = malloc((size_t)(3 * inner * dim + CHUNK * (2 * dim + 4 * inner)) * sizeof *up_t);
+    float *up_t = malloc((size_t)(3 * inner * dim + CHUNK * (3 * dim + 4 * inner)) * sizeof *up_t);
     if (start == NULL || up_t == NULL) {
         free(start), free(up_t);
         return NO_MEMORY;
     }
     float *down_t = up_t + wide * dim, *xs = down_t + dim * inner, *dys = xs + CHUNK * dim, *d_act = dys + CHUNK * dim;
-    float *d_hidden = d_act + CHUNK * inner, *weighted = d_hidden + CHUNK * wide;
+    float *d_hidden = d_act + CHUNK * inner, *weighted = d_hidden + CHUNK * wide, *d_xs = weighted + CHUNK * inner;
     sort_pairs(ids, pairs, num_experts, start, order);
     memset(dx, 0, (size_t)(tokens * dim) * sizeof *dx);
     memset(d_gate_up, 0, (size_t)(num_experts * dim * wide) * sizeof *d_gate_up);
@@ -109,19 +114,20 @@ int experts_backward(const float *x, const int64_t *ids, const float *gates, con
         for (int64_t at = start[e]; at < start[e + 1]; at += CHUNK) {
             int64_t n = least(start[e + 1] - at, CHUNK);
             const float *in[CHUNK], *back[CHUNK];
-            float *mid[CHUNK], *to[CHUNK], ones[CHUNK];
+            float *mid[CHUNK], *to[CHUNK];
             for (int64_t r = 0; r < n; r++) {
                 int64_t token = order[at + r] / top_k;
                 memcpy(xs + r * dim, x + token * dim, (size_t)dim * sizeof *x);
                 memcpy(dys + r * dim, dy + token * dim, (size_t)dim * sizeof *dy);
-                in[r] = dys + r * dim, mid[r] = d_act + r * inner, back[r] = d_hidden + r * wide, to[r] = dx + token * dim, ones[r] = 1;
+                in[r] = dys + r * dim, mid[r] = d_act + r * inner, back[r] = d_hidden + r * wide, to[r] = d_xs + r * dim;
             }
-            rows_times(n, in, 1, down_t, inner, dim, inner, mid, NULL);
+            rows_times(n, in, 1, down_t, dim, inner, mid, 0, NULL);
             for (int64_t r = 0; r < n; r++) {
                 int64_t pair = order[at + r];
                 d_gates[pair] = activate_backward(hidden + (at + r) * wide, mid[r], gates[pair], inner, d_hidden + r * wide, weighted + r * inner);
             }
-            rows_times(n, back, 1, up_t, dim, wide, dim, to, ones);
+            rows_times(n, back, 1, up_t, wide, dim, to, 0, NULL);
+            for (int64_t r = 0; r < n; r++) add_row(to[r], 1, dim, dx + order[at + r] / top_k * dim);
             add_outer(n, xs, dim, d_hidden, wide, d_gate_up + e * dim * wide);
             add_outer(n, weighted, inner, dys, dim, d_down + e * inner * dim);
         }
