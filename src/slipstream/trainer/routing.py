@@ -1,4 +1,5 @@
-"""Router replay and what it tells: contexts with forced experts, expert load, how often the trainer would have routed otherwise.
+"""Router replay and what it tells: contexts with forced experts, expert load, how often the trainer would have routed otherwise. And
+what keeps the load even: the routing bias.
 
 The forced ids are the engine's; gate weights stay the trainer's own, so the router keeps its gradient (models.context).
 Shapes: T tokens, L MoE layers, E experts, K experts per token.
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.context import FullContext
+from slipstream.models.decoder import Decoder
 from slipstream.models.spec import ModelSpec
 from slipstream.types import MicroBatch
 
@@ -31,6 +33,8 @@ class RoutingStats:
         self._spec = spec
         self.load_LE = np.zeros((len(spec.moe_layers), spec.num_experts), dtype=np.int64)
         """(token, choice) pairs sent to each expert."""
+        self.native_LE = np.zeros_like(self.load_LE)
+        """Pairs that the trainer's own router would have sent there, forced or not."""
         self._tokens = self._replayed = self._flipped = 0
 
     def add(self, row: MicroBatch, context: FullContext, replay: bool) -> None:
@@ -38,6 +42,7 @@ class RoutingStats:
             return
         ids_TLK, native_TLK = context.ids_TLK, context.native_ids_TLK
         self.load_LE += _load(ids_TLK, self._spec.num_experts)
+        self.native_LE += _load(native_TLK, self._spec.num_experts)
         self._tokens += row.num_tokens
         if replay and row.routing_valid_T is not None:
             self._replayed += int(row.routing_valid_T.sum())
@@ -59,6 +64,18 @@ class RoutingStats:
             "trainer/replay/flip_frac": self._flipped / pairs,
             "trainer/balance/imbalance": float(busiest_L.mean()),
         }
+
+
+@torch.no_grad()
+def balance(model: Decoder, load_LE: np.ndarray, rate: float) -> None:
+    """Loss-free balancing: b += rate · sign(mean load - load), for every expert of every MoE layer (arXiv 2408.15664, algorithm 1).
+
+    `load_LE` counts the whole batch, whatever the rows, by the choice of this router: what the bias controls. Forced ids are those of
+    routers some versions old, with older biases; a controller that is fed with them reacts late and swings.
+    """
+    for layer, load_E in zip(model.spec.moe_layers, load_LE, strict=True):
+        sign_E = torch.from_numpy(np.sign(load_E.mean() - load_E))
+        model.get_parameter(f"layers.{layer}.ffn.router_bias").add_(sign_E, alpha=rate)
 
 
 def _load(ids_TLK: Tensor, num_experts: int) -> np.ndarray:

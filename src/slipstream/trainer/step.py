@@ -22,7 +22,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.ops import token_logprobs
 from slipstream.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from slipstream.trainer.precision import Weights
-from slipstream.trainer.routing import RoutingStats, row_context
+from slipstream.trainer.routing import RoutingStats, balance, row_context
 from slipstream.trainer.sums import TokenSums
 from slipstream.types import Batch, MicroBatch
 
@@ -63,6 +63,8 @@ class Learner:
         if not problem:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
+            if self.config.balance_rate:
+                balance(self.weights.master, routing.native_LE, self.config.balance_rate)
             self.weights.sync()
         self.optimizer.zero_grad(set_to_none=True)
         own = {"loss/mean": loss, "grad/norm": norm, "optim/lr": rate, "step/skipped": float(bool(problem))}
@@ -122,7 +124,11 @@ def _check(batch: Batch) -> None:
 
 
 def _prepare(model: Decoder, config: TrainerConfig) -> None:
-    if config.balance_rate:
+    if config.balance_rate and config.freeze_router:
+        raise ConfigError(
+            f"trainer.balance_rate = {config.balance_rate} moves the routing bias and trainer.freeze_router = true holds the router; choose one"
+        )
+    if config.balance_rate and not model.spec.router_bias:
         raise ConfigError(
             f"trainer.balance_rate = {config.balance_rate}: loss-free balancing moves a routing bias, and models of the family "
             f"{model.spec.family!r} have none; set trainer.balance_rate = 0 (or trainer.freeze_router = true against drift)"

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.config import validate
 from slipstream.config.train import TrainerConfig
-from slipstream.errors import ConfigError, StateError
+from slipstream.errors import StateError
 from slipstream.models.context import FullContext
 from slipstream.models.load import load_model
 from slipstream.trainer.step import Learner
@@ -174,11 +174,6 @@ def test_a_frozen_router_stays_and_the_rest_moves(folder, dtype):
     subject.step(make_batch())
     moved = {name for name, p in parameters(subject).items() if not torch.equal(before[name], p)}
     assert moved == {name for name in before if not name.endswith(".router")}
-
-
-def test_loss_free_balancing_of_a_model_without_a_routing_bias_is_the_users_mistake(folder):
-    with pytest.raises(ConfigError, match=r"trainer\.balance_rate = 0\.001.*qwen3_moe"):
-        learner(folder, balance_rate=1e-3)
 
 
 def test_batches_that_contradict_themselves_are_bugs(folder):
