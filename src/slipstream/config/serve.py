@@ -38,11 +38,15 @@ class EngineConfig(Section):
     """OpenMP threads of the process."""
 
     @model_validator(mode="after")
-    def _room_to_decode(self):
+    def _cross_checks(self):
         if self.max_step_tokens < self.max_running:
             raise ValueError(
                 f"engine.max_step_tokens = {self.max_step_tokens} and engine.max_running = {self.max_running}: "
                 "a decode step needs one token for each running sequence, so max_step_tokens must be at least max_running"
+            )
+        if self.port + self.replicas - 1 > 65535:
+            raise ValueError(
+                f"engine.port = {self.port} and engine.replicas = {self.replicas}: replica i listens on port + i, at most 65535"
             )
         return self
 

@@ -37,10 +37,12 @@ class RoleDied(SlipstreamError):
 class Supervisor:
     """Starts, watches and ends the role processes of one run."""
 
-    def __init__(self, specs: list[ProcessSpec], run_folder: Path, on_event: Callable[[str], None] = print):
+    def __init__(self, specs: list[ProcessSpec], run_folder: Path, on_event: Callable[[str], None] = print, hold: int | None = None):
+        """`hold`: the descriptor that holds the run folder; the roles inherit it."""
         self._specs = {spec.name: spec for spec in specs}
         self._folder = run_folder
         self._on_event = on_event
+        self._inherited = () if hold is None else (hold,)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: list[IO[bytes]] = []
         self._restarts: dict[str, list[float]] = {name: [] for name in self._specs}
@@ -93,7 +95,13 @@ class Supervisor:
         self._logs.append(log)
         env = {**os.environ, **spec.env, "SLIPSTREAM_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self._processes[name] = subprocess.Popen(
-            spec.argv, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            spec.argv,
+            env=env,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=self._inherited,
         )
 
     def _finished(self) -> bool:

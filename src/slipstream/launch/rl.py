@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from slipstream.algorithms.custom import import_function
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
 from slipstream.envs.base import count_tasks, load_env
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.launch import run_folder
 from slipstream.launch.local import RoleDied, Supervisor
 from slipstream.launch.topology import processes
@@ -27,17 +28,21 @@ def run(config: RunConfig, resume: bool, clean: bool) -> int:
     Raises ConfigError for a mistake that can be seen before anything starts.
     """
     check_inputs(config)
-    if clean:
-        run_folder.clean(config)
-    with run_folder.opened(config, resume) as folder:
-        return _supervise(config, folder)
+    with run_folder.held(config.folder) as hold:
+        check_ports(config)
+        if clean:
+            run_folder.clean(config)
+        folder = run_folder.reopen(config) if resume else run_folder.create(config)
+        return _supervise(config, folder, hold)
 
 
-def _supervise(config: RunConfig, folder: Path) -> int:
+def _supervise(config: RunConfig, folder: Path, hold: int) -> int:
     console = Console(stderr=True)
     console.print(f"run folder: {folder}")
     dashboard = Dashboard(folder, config.max_steps)
-    supervisor = Supervisor(processes(config, folder), folder, lambda line: console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True))
+    supervisor = Supervisor(
+        processes(config, folder), folder, lambda line: console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True), hold
+    )
     try:
         supervisor.run(on_poll=dashboard.poll)
     except RoleDied as error:
@@ -77,6 +82,23 @@ def check_inputs(config: RunConfig) -> None:
             f"model.seq_len = {config.model.seq_len} and max_position_embeddings = {spec.max_positions} of {config.model.path}: "
             "the model was not made for sequences that long; lower model.seq_len"
         )
+
+
+def check_ports(config: RunConfig) -> None:
+    """Refuse a port that something else listens on, before anything is deleted or started. Raises ConfigError."""
+    host, first = config.engine.host, config.engine.port
+    for port in range(first, first + config.engine.replicas) if first else ():
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the engine does: a port just left is free
+                probe.bind(address)
+                probe.listen()
+        except OSError as error:
+            raise ConfigError(
+                f"engine.host = {host!r}, engine.port = {first}, engine.replicas = {config.engine.replicas}: an engine cannot listen on "
+                f"port {port}: {error.strerror or error}. Stop what uses it, or set another engine.port (0: a free one)"
+            ) from None
 
 
 def finish(folder: Path) -> None:

@@ -6,6 +6,7 @@ runs/<name>/manifest.json    what produced it: versions, hardware, configuration
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -13,11 +14,14 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from slipstream.config import RunConfig, load, to_toml
 from slipstream.errors import ConfigError
@@ -37,46 +41,70 @@ CHANGEABLE = (
     "trainer.optim.lr",
 )
 """Settings that may differ when a run is resumed: among them each one that an error message says to change."""
+ENDING_S = 60.0
+"""How long a new start waits for the roles of a killed supervisor: the trainer ends its step and writes a checkpoint."""
 PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "aiohttp", "pyarrow")
 
 
 @contextmanager
-def opened(config: RunConfig, resume: bool) -> Iterator[Path]:
-    """The folder of a new run, or with `resume` of an earlier one, held against every other `slipstream rl` for the block.
+def held(folder: Path) -> Iterator[int]:
+    """Hold a run folder for the block, made if it is missing, against every other `slipstream rl`. Yields the descriptor that holds it.
 
-    Raises ConfigError: see `held`, `create` and `reopen`.
+    A process that inherits the descriptor holds the folder too, so that no second run starts while a role of the first one lives. The
+    kernel lets go however they end. Raises ConfigError, naming them, while others hold it; roles whose supervisor is gone are on
+    their way out and are waited for.
     """
-    if not resume:
-        config.folder.mkdir(parents=True, exist_ok=True)
-    with held(config.folder):
-        yield reopen(config) if resume else create(config)
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold a run folder for the block; the kernel lets go of it however the process ends. Nothing to hold where there is no folder.
-
-    Raises ConfigError when another process holds it.
-    """
-    if not folder.is_dir():
-        yield
-        return
+    folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        _lock(folder, handle)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"two runs on one folder: another `slipstream rl` is running in {folder}. Wait for it, stop it, or choose another name "
-                "with --set name=..."
-            ) from None
-        yield
+            yield handle
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # where nothing came of it
     finally:
         os.close(handle)
 
 
+def _lock(folder: Path, handle: int) -> None:
+    deadline = time.monotonic() + ENDING_S
+    told = False
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            others = holders(folder)
+        left = bool(others) and all(title.startswith("slipstream ") for title in others.values())
+        names = ", ".join(f"{title} (process {pid})" for pid, title in others.items()) or "another process"
+        if not left:
+            raise ConfigError(
+                f"two runs on one folder: {folder} is in use by {names}. Wait for it, stop it, or choose another name with --set name=..."
+            )
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{folder} is still in use by {names}, left over from a run whose supervisor was killed and not ended within "
+                f"{ENDING_S:g} s. End them (kill -9 {' '.join(map(str, others))}) and try again"
+            )
+        if not told:
+            print(f"waiting for {names} of a run whose supervisor was killed", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(0.2)
+
+
+def holders(folder: Path) -> dict[int, str]:
+    """Other processes that have the folder open, by process id: 'slipstream trainer' for a role, else a command line. Linux only."""
+    found = {}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        pid = int(descriptor.parts[2])
+        with contextlib.suppress(OSError, psutil.Error):  # ended meanwhile, or another user's
+            if pid != os.getpid() and os.readlink(descriptor) == str(folder.resolve()):
+                found[pid] = " ".join(psutil.Process(pid).cmdline()).strip()
+    return found
+
+
 def create(config: RunConfig) -> Path:
-    """Make the folder of a new run and write its configuration. Raises ConfigError when it already holds a run."""
+    """Lay out the folder of a new run and write its configuration. Raises ConfigError when it already holds a run."""
     folder = config.folder
     if (folder / "config.toml").exists():
         raise ConfigError(
@@ -112,14 +140,12 @@ def reopen(config: RunConfig) -> Path:
 
 
 def clean(config: RunConfig) -> None:
-    """Delete a run. Raises ConfigError for a folder that does not look like one, and while the run goes on."""
+    """Empty the folder of a run. Raises ConfigError for a folder that does not look like one."""
     folder = config.folder
-    if not folder.exists():
-        return
     if not (folder / "config.toml").exists() and any(folder.iterdir()):
         raise ConfigError(f"--clean: {folder} is not empty and holds no config.toml, so it is not a run; delete it yourself if you mean to")
-    with held(folder):
-        shutil.rmtree(folder)
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def open_config(folder: Path) -> RunConfig:

@@ -1,3 +1,4 @@
+import socket
 import sys
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from slipstream import cli
 from slipstream.config import RunConfig, load
 from slipstream.errors import ConfigError
-from slipstream.launch import rl
+from slipstream.launch import rl, run_folder
 from slipstream.launch.topology import ProcessSpec
 
 
@@ -24,6 +25,24 @@ def test_the_reason_of_a_failure_is_shown_as_it_is(config, monkeypatch, capsys):
     assert rl.run(config, resume=False, clean=False) == 1
     shown = capsys.readouterr().err
     assert reason in shown and "No batch was trained yet" in shown
+
+
+def test_a_taken_port_is_refused_before_the_earlier_run_is_cleaned(config, monkeypatch):
+    monkeypatch.setattr(rl, "check_inputs", lambda config: None)
+    run_folder.create(config)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = config.replace(engine=config.engine.replace(port=port - 1, replicas=2))
+        with pytest.raises(
+            ConfigError, match=rf"engine.port = {port - 1}.* cannot listen on port {port}: Address already in use.*another engine.port"
+        ):
+            rl.run(config, resume=False, clean=True)
+    assert (config.folder / "config.toml").exists()
+    rl.check_ports(config)
+    with pytest.raises(ConfigError, match=r"no\.such\.host"):
+        rl.check_ports(config.replace(engine=config.engine.replace(host="no.such.host.invalid")))
 
 
 @pytest.mark.parametrize("key", ["trainer.loss", "envs[calculator].advantage"])

@@ -1,4 +1,8 @@
 import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -46,10 +50,10 @@ def test_clean_refuses_a_folder_that_is_not_a_run(config):
     assert (config.folder / "thesis.txt").exists()
 
 
-def test_clean_deletes_a_run(config):
+def test_clean_empties_a_run(config):
     folder = run_folder.create(config)
     run_folder.clean(config)
-    assert not folder.exists()
+    assert list(folder.iterdir()) == []
 
 
 def test_only_engines_are_restarted_and_every_role_has_its_thread_count(config):
@@ -58,15 +62,63 @@ def test_only_engines_are_restarted_and_every_role_has_its_thread_count(config):
     assert specs[1].env["OMP_NUM_THREADS"] == "3" and specs[0].env["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_run_that_goes_on_is_neither_resumed_nor_deleted(config):
-    with run_folder.opened(config, resume=False) as folder:
-        (folder / "endpoints" / "engine-0.json").write_text("{}")
-        for attempt in (lambda: run_folder.opened(config, resume=True).__enter__(), lambda: run_folder.clean(config)):
-            with pytest.raises(ConfigError, match="two runs on one folder"):
-                attempt()
-        assert (folder / "endpoints" / "engine-0.json").exists()
-    with run_folder.opened(config, resume=True):
-        assert not (folder / "endpoints" / "engine-0.json").exists()
+HOLD = """
+import sys, time
+from pathlib import Path
+from setproctitle import setproctitle
+from slipstream.launch.run_folder import held
+with held(Path(sys.argv[1])):
+    setproctitle(sys.argv[2])
+    print("held", flush=True)
+    time.sleep(float(sys.argv[3]))
+"""
+
+
+@contextmanager
+def another(folder: Path, title: str, seconds: float):
+    """A process of this title that holds the folder."""
+    command = [sys.executable, "-c", HOLD, str(folder), title, str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_run_on_a_folder_is_refused_with_the_process_id_of_the_first(config):
+    with another(config.folder, "slipstream-cli rl x.toml", 60) as first:
+        with pytest.raises(ConfigError, match=rf"two runs on one folder: .*slipstream-cli rl x.toml \(process {first.pid}\)"):
+            run_folder.held(config.folder).__enter__()
+        assert config.folder.exists()
+    with run_folder.held(config.folder):
+        pass
+
+
+def test_roles_that_a_killed_supervisor_left_are_waited_for(config, capsys):
+    with another(config.folder, "slipstream trainer", 1) as left, run_folder.held(config.folder):
+        assert left.wait(10) == 0
+    assert f"waiting for slipstream trainer (process {left.pid})" in capsys.readouterr().err
+
+
+def test_a_role_that_does_not_end_is_named_with_how_to_end_it(config, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING_S", 0.3)
+    with (
+        another(config.folder, "slipstream trainer", 60) as left,
+        pytest.raises(ConfigError, match=rf"supervisor was killed.*kill -9 {left.pid}\)"),
+    ):
+        run_folder.held(config.folder).__enter__()
+
+
+def test_a_folder_that_nothing_came_of_is_not_left_behind(config):
+    with pytest.raises(ConfigError, match="holds no run"), run_folder.held(config.folder):
+        run_folder.reopen(config)
+    assert not config.folder.exists()
+
+
+def test_going_on_forgets_where_the_old_engines_listened(config):
+    folder = run_folder.create(config)
+    (folder / "endpoints" / "engine-0.json").write_text("{}")
+    run_folder.reopen(config)
+    assert not (folder / "endpoints" / "engine-0.json").exists()
 
 
 def test_what_an_error_message_says_to_change_may_change(config):

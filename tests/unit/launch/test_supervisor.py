@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from slipstream.launch.local import RoleDied, Supervisor
+from slipstream.launch.run_folder import held
 from slipstream.launch.topology import ProcessSpec
 
 
@@ -137,9 +138,12 @@ def test_sigterm_stops_every_role_in_order(folder):
 def test_roles_end_when_their_supervisor_is_killed(folder):
     child = script(
         f"""
-        import os, time
+        import os, signal, time
+        from setproctitle import setproctitle
         from slipstream.launch.local import die_with_parent
+        setproctitle("slipstream trainer")
         die_with_parent()
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), exit()))
         open({str(folder / "pid.tmp")!r}, "w").write(str(os.getpid()))
         os.rename({str(folder / "pid.tmp")!r}, {str(folder / "pid")!r})
         time.sleep(600)
@@ -149,8 +153,10 @@ def test_roles_end_when_their_supervisor_is_killed(folder):
         f"""
         from pathlib import Path
         from slipstream.launch.local import Supervisor
+        from slipstream.launch.run_folder import held
         from slipstream.launch.topology import ProcessSpec
-        Supervisor([ProcessSpec("trainer", {child!r})], Path({str(folder)!r})).run(on_poll=lambda: None)
+        with held(Path({str(folder)!r})) as hold:
+            Supervisor([ProcessSpec("trainer", {child!r})], Path({str(folder)!r}), hold=hold).run(on_poll=lambda: None)
         """
     )
     process = psutil.Popen(parent)
@@ -160,4 +166,5 @@ def test_roles_end_when_their_supervisor_is_killed(folder):
     role = psutil.Process(int((folder / "pid").read_text()))
     process.kill()
     process.wait()
-    role.wait(timeout=20)
+    with held(folder):  # not before the role has ended, which takes its time
+        assert not psutil.pid_exists(role.pid) or role.status() == psutil.STATUS_ZOMBIE
