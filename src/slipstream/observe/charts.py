@@ -247,5 +247,5 @@ def _figure(traces: Sequence[Figure | None], x_title: str, y_title: str, **layou
     if not data:
         return None
     axes = {"xaxis": {"title": {"text": x_title}}, "yaxis": {"title": {"text": y_title}}}
-    legend = {"orientation": "h", "y": 1.12}
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom"}  # grows upwards, and pushes the plot down: it never covers it
     return {"data": data, "layout": {"height": 340, "margin": {"l": 60, "r": 15, "t": 30, "b": 45}, "legend": legend, **axes, **layout}}

@@ -17,7 +17,8 @@ import plotly.offline
 from slipstream.errors import WireError
 from slipstream.observe.charts import CHARTS
 from slipstream.observe.history import History
-from slipstream.observe.picks import Pick, pick_before_after, pick_recent
+from slipstream.observe.learned import Learned, what_it_learned
+from slipstream.observe.picks import Pick, pick_recent
 from slipstream.observe.summary import read_config, summarise
 
 FILE = "report.html"
@@ -32,13 +33,13 @@ def write_report(run_folder: Path) -> Path:
         (Path(__file__).parent / "report.html.jinja").read_text()
     )
     summary = summarise(run_folder, history)
-    recent, pairs, problem = _transcripts(run_folder)
+    recent, learned, problem = _transcripts(run_folder)
     page = template.render(
         summary=summary,
         figures=_headline(summary),
         charts=_charts(history, run_folder),
         recent=recent,
-        pairs=pairs,
+        learned=learned,
         problem=problem,
         config=_text(run_folder / "config.toml"),
         manifest=_text(run_folder / "manifest.json"),
@@ -68,10 +69,10 @@ def _script(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _transcripts(run_folder: Path) -> tuple[list[Pick], list[tuple[Pick, Pick]], str]:
+def _transcripts(run_folder: Path) -> tuple[list[Pick], list[Learned], str]:
     """Transcripts to show, and what is wrong with the store if it cannot be read: the rest of the page is still worth having."""
     try:
-        return pick_recent(run_folder), pick_before_after(run_folder), ""
+        return pick_recent(run_folder), what_it_learned(run_folder), ""
     except WireError as error:
         return [], [], str(error)
 

@@ -27,15 +27,30 @@ def visible(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match.group()):02x}", text)
 
 
+def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Who said what, without what it cost."""
+    return "\n".join(line for message in messages for line in (_label(message), *_body(message)))
+
+
+def num_prompt_messages(record: Mapping[str, Any]) -> int:
+    """Messages before the first one that the policy sampled; all of them where it sampled none."""
+    return min(_turn_of_message(record), default=len(record["messages"]))
+
+
 def _headline(record: Mapping[str, Any]) -> str:
     return visible(f"=== {record['task_id']}   rollout {record['id']}   group {record['group_id']}   step {record['step']}")
 
 
+def score_line(record: Mapping[str, Any]) -> str:
+    """The reward with its components."""
+    if record["reward"] is None:
+        return "no reward"
+    parts = ", ".join(f"{visible(name)} {value:.3g}" for name, value in record["reward_parts"].items())
+    return f"reward {record['reward']:.3f}" + (f" ({parts})" if parts else "")
+
+
 def _result(record: Mapping[str, Any]) -> str:
-    parts = [f"outcome {record['outcome']}"]
-    parts.append("no reward" if record["reward"] is None else f"reward {record['reward']:.3f}")
-    if record["reward_parts"]:
-        parts[-1] += " (" + ", ".join(f"{visible(name)} {value:.3g}" for name, value in record["reward_parts"].items()) + ")"
+    parts = [f"outcome {record['outcome']}", score_line(record)]
     if record["advantage"] is not None:
         parts.append(f"advantage {record['advantage']:+.3f}")
     if record["dropped"]:
@@ -59,9 +74,7 @@ def _turn_of_message(record: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _role_line(record: Mapping[str, Any], message: Mapping[str, Any], turn: int | None) -> str:
-    role = visible(str(message.get("role", "?")))
-    name = message.get("name") or message.get("tool_call_id")
-    label = f"--- {role}" + (f" {visible(str(name))}" if name else "")
+    label = _label(message)
     if turn is None:
         return label
     versions = ", ".join(f"v{version} x{count}" for version, count in record["versions"][turn])
@@ -69,6 +82,12 @@ def _role_line(record: Mapping[str, Any], message: Mapping[str, Any], turn: int 
     prompt, cached = len(record["prompt"][turn]), record["cached_tokens"][turn]
     ended = record["finish_reason"][turn]
     return f"{label} [turn {turn + 1}: {prompt} prompt tokens ({cached} cached), {versions or 'no tokens'}, ended by {ended}, {times}]"
+
+
+def _label(message: Mapping[str, Any]) -> str:
+    role = visible(str(message.get("role", "?")))
+    name = message.get("name") or message.get("tool_call_id")
+    return f"--- {role}" + (f" {visible(str(name))}" if name else "")
 
 
 def _body(message: Mapping[str, Any]) -> list[str]:

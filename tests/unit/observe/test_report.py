@@ -13,7 +13,7 @@ import pytest
 from slipstream.observe import charts, metrics
 from slipstream.observe.history import History
 from slipstream.observe.metrics import FILE, MetricsWriter
-from slipstream.observe.picks import pick_before_after, pick_recent
+from slipstream.observe.picks import pick_recent
 from slipstream.observe.report import _script, write_report
 from slipstream.observe.rollouts import RolloutWriter
 
@@ -68,7 +68,7 @@ def test_every_chart_is_on_the_page_and_plotly_accepts_it(run):
 def test_every_chart_says_what_a_healthy_one_looks_like(run):
     text = write_report(run).read_text()
     assert all(chart.healthy.startswith("Healthy:") for chart in charts.CHARTS)
-    assert text.count('<p class="healthy">Healthy:') == len(charts.CHARTS) + 1
+    assert text.count('<p class="healthy">Healthy:') == len(charts.CHARTS) + 2
 
 
 def test_the_charts_show_the_numbers_of_the_run(run):
@@ -99,6 +99,12 @@ def test_the_timeline_has_a_row_for_each_process(run):
     assert set(traces["engine: busy"]["y"]) == {"engine-0"}
 
 
+def test_no_legend_covers_its_plot_however_narrow_the_page(run):
+    for figure in page_of(run).figures.values():
+        legend = figure["layout"]["legend"]
+        assert legend["y"] > 1 and legend["yanchor"] == "bottom"
+
+
 def test_a_long_timeline_is_drawn_with_few_bars_that_cover_the_same_ground():
     starts = np.arange(50_000) * 0.01
     rows = charts._coarse(np.stack([starts, starts + 0.008], axis=1))
@@ -120,10 +126,22 @@ def test_the_page_needs_nothing_from_outside(run):
 
 def test_transcripts_outcomes_reasons_and_configuration_are_on_the_page(run):
     text = write_report(run).read_text()
-    for part in ("I guess 7", "The answer is 49", "before: policy version 0", "after: policy version 5", "Training, last steps: best"):
+    for part in ("I guess 7", "The answer is 49", "before: policy version 0", "after: policy version 5", "Last steps, best"):
         assert part in text
     for part in ("<td>cut</td>", "<td>zero_advantage</td>", "max_off_policy_steps = 2", "config_fingerprint"):
         assert part in text
+
+
+def test_the_page_says_what_was_learned_with_the_same_task_before_and_after(run):
+    text = write_report(run).read_text()
+    section = text[text.index('<section id="learned">') : text.index("</section>", text.index('<section id="learned">'))]
+    assert "under policy versions 0 and 5: 1 better, 0 worse, 0 equal" in section
+    row = '<tr><td>correct</td><td class="n">0.000</td><td class="n">1.000</td><td class="n">+1.000</td><td class="n">1</td></tr>'
+    assert row in section
+    assert (
+        "before: policy version 0, reward 0.000 (correct 0)" in section and "after: policy version 5, reward 1.000 (correct 1)" in section
+    )
+    assert section.count("What is 7 times 7?") == 1
 
 
 def test_what_the_policy_wrote_cannot_become_markup(run, monkeypatch):
@@ -147,7 +165,7 @@ def test_json_in_the_page_holds_no_character_that_could_open_a_tag():
 def test_an_empty_folder_has_a_report_that_says_so(tmp_path):
     text = write_report(tmp_path).read_text()
     assert text.count("No data yet.") == len(charts.CHARTS)
-    assert "No rollouts yet." in text
+    assert "No rollouts yet." in text and "Not known before the second evaluation." in text
 
 
 def test_a_run_that_died_in_its_first_step_has_a_report(tmp_path, monkeypatch):
@@ -181,25 +199,6 @@ def test_best_worst_and_random_come_from_the_last_steps(run):
     assert [pick.label for pick in picks] == ["worst", "best", "random", "random"]
     assert "No idea" in picks[0].text and "The answer is 49" in picks[1].text
     assert all("step 1" not in pick.text and "step 2" not in pick.text for pick in picks)
-
-
-def test_before_and_after_show_the_same_task(run):
-    ((before, after),) = pick_before_after(run)
-    assert "I guess 7" in before.text and "The answer is 49" in after.text
-
-
-def test_before_and_after_show_one_that_got_worse_if_any_did(tmp_path):
-    def scored(version, rewards):
-        made = [rollout(f"e{version}-{i}", reward, f"{i}", version) for i, reward in enumerate(rewards)]
-        tasks = [type(r.task)(f"t{i}", ENV, i) for i, r in enumerate(made)]
-        return [type(r)(r.id, task, r.group_id, r.outcome, r.turns, r.messages, r.reward) for r, task in zip(made, tasks, strict=True)]
-
-    writer = RolloutWriter(tmp_path)
-    writer.write_eval(0, scored(0, [0, 0, 0, 0, 1]))
-    writer.write_eval(4, scored(4, [1, 1, 1, 1, 0]))
-    pairs = pick_before_after(tmp_path)
-    assert len(pairs) == 3
-    assert "=== t4 " in pairs[-1][0].text
 
 
 def test_a_chart_without_data_is_none(tmp_path):
