@@ -58,7 +58,8 @@ def test_a_made_model_gives_the_same_logits_in_transformers(preset: str, tmp_pat
     small = {} if preset.startswith("tiny") else {"num_hidden_layers": 2}
     spec = make_model(tmp_path / "m", preset, corpus(), seed=1, **small)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="eager")
-    assert theirs.num_parameters() == spec.num_params
+    biases = sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith("correction_bias"))
+    assert theirs.num_parameters() + biases == spec.num_params
     assert tuple(theirs.generation_config.eos_token_id) == spec.eos_ids
     ids_T = torch.arange(40) % spec.vocab_size
     ours = load_model(tmp_path / "m")

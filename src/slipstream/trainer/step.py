@@ -126,7 +126,8 @@ def _check(batch: Batch) -> None:
 def _prepare(model: Decoder, config: TrainerConfig) -> None:
     if config.balance_rate and config.freeze_router:
         raise ConfigError(
-            f"trainer.balance_rate = {config.balance_rate} moves the routing bias and trainer.freeze_router = true holds the router; choose one"
+            f"trainer.balance_rate = {config.balance_rate} moves the routing bias, and trainer.freeze_router = true holds the router: "
+            "choose one of them"
         )
     if config.balance_rate and not model.spec.router_bias:
         raise ConfigError(

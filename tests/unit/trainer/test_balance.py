@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ def test_the_bias_is_published_in_float32_and_survives_a_resume_bit_for_bit(tmp_
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     published = [hf.read_tensors(version_folder(whole / "weights", version))[name] for version in range(5)]
     assert not published[0].any()
-    for before, after in zip(published, published[1:], strict=False):
+    for before, after in pairwise(published):
         assert after.dtype == torch.float32
         steps_E = ((after - before) / 1e-3).numpy()
         np.testing.assert_allclose(steps_E, steps_E.round(), atol=1e-3)
