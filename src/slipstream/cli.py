@@ -85,7 +85,7 @@ def role(function: Callable[..., None]) -> Callable[..., None]:
 def rl(
     files: Files,
     sets: Sets = [],  # noqa: B006  typer needs the literal default
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint of this run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Delete an earlier run of this name first")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and the processes, start nothing")] = False,
 ) -> None:

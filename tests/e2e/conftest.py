@@ -87,3 +87,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     warmed = slipstream("sft", config, "--model", folder / "raw", "--out", folder / "warm")
     assert warmed.returncode == 0, warmed.stderr
     return Job(config, folder / "runs")
+
+
+@pytest.fixture(scope="session")
+def raw_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny MoE that has learned nothing."""
+    folder = tmp_path_factory.mktemp("raw") / "model"
+    made = slipstream("make-model", folder, "--env", "reverse-text")
+    assert made.returncode == 0, made.stderr
+    return folder

@@ -503,7 +503,6 @@ EVENTS = (
     Line("step_skipped", "trainer", "A step was skipped for a non-finite loss or gradient: `step`, `reason`, `batch` (where it is kept)."),
     Line("heartbeat", "trainer", "The trainer is alive and waits for the batch after `step`."),
     Line("checkpoint_failed", "trainer", "No room for a checkpoint; training goes on with the previous one: `step`, `error`."),
-    Line("checkpoint_fallback", "trainer", "A damaged checkpoint was passed over on resume: `error`."),
     Line("resumed", "trainer", "Training goes on from the checkpoint of `step`."),
     Line("eval", "orchestrator", "One evaluation: `version`, `env`, `avg_at_k`, `pass_at_k`, `reward_mean`, `samples`."),
     Line("eval_abandoned", "orchestrator", "An evaluation did not end within its deadline: `version`, `seconds`."),

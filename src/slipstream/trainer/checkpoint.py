@@ -7,12 +7,13 @@ previous one; it is verified before anything older is removed, and again when it
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,11 @@ def save(
 def read(folder: Path) -> Checkpoint:
     """Check every file of a checkpoint against its manifest. Raises ModelError naming the file that is missing or damaged."""
     manifest = _read_json(folder / MANIFEST)
-    digest = manifest.pop("xxh3", None)
-    if digest != _digest(manifest) or manifest["schema"] != SCHEMA:
-        raise ModelError(
-            f"{folder / MANIFEST} is damaged or of another version (schema {manifest.get('schema')}; this build reads {SCHEMA})"
-        )
+    expected, found = manifest.pop("xxh3", None), _digest(manifest)
+    if found != expected:
+        raise ModelError(f"{folder / MANIFEST} has hash {found}, it says {expected} itself: the file is damaged")
+    if manifest["schema"] != SCHEMA:
+        raise ModelError(f"{folder / MANIFEST} has schema {manifest['schema']}; this build reads {SCHEMA}")
     for name, expected in manifest["files"].items():
         path = folder / name
         if not path.exists():
@@ -114,24 +115,31 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(manifest["step"], folder, manifest["config_fingerprint"], manifest["orchestrator_state"], _read_json(folder / STATE))
 
 
-def newest_valid(checkpoints: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that verifies, None when there has never been one.
+def newest(checkpoints: Path) -> Checkpoint | None:
+    """The newest checkpoint, verified; None when there has never been one.
 
-    Damaged newer ones are named in one call of `warn`. Raises ModelError when there are checkpoints and none is whole.
+    Raises ModelError when it is damaged, saying how to go back to the one before: that is the user's decision.
     """
-    problems = []
-    for step in reversed(list_steps(checkpoints)):
-        try:
-            found = read(step_folder(checkpoints, step))
-        except ModelError as error:
-            problems.append(str(error))
-            continue
-        if problems:
-            warn(f"going back to the checkpoint of step {step}, because a newer one is unusable: {'; '.join(problems)}")
-        return found
-    if problems:
-        raise ModelError(f"no checkpoint in {checkpoints} is usable: {'; '.join(problems)}")
-    return None
+    steps = list_steps(checkpoints)
+    if not steps:
+        return None
+    try:
+        return read(step_folder(checkpoints, steps[-1]))
+    except ModelError as error:
+        raise ModelError(f"{error}. {_way_back(checkpoints, steps)}") from None
+
+
+def _way_back(checkpoints: Path, steps: list[int]) -> str:
+    """What the user can do when the last of `steps` is damaged."""
+    for step in reversed(steps[:-1]):
+        with contextlib.suppress(ModelError):
+            read(step_folder(checkpoints, step))
+            remove = " ".join(str(step_folder(checkpoints, s)) for s in steps if s > step)
+            return (
+                f"The checkpoint of step {step} is whole. To go back to it, delete what is newer (rm -r {remove}) and start again with "
+                "--resume: the batches since then are still there and are trained again"
+            )
+    return "No other checkpoint is whole: restore the file, or start afresh with --clean"
 
 
 def prune(checkpoints: Path, keep_last: int) -> int:
@@ -177,8 +185,11 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(f"{path} is missing: the folder is not a whole checkpoint") from None
     except ValueError as error:
-        raise ModelError(f"{path} does not decode: {error}") from None
+        raise ModelError(f"{path} does not decode, it is truncated or damaged: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} does not hold a JSON object: the file is damaged")
+    return values

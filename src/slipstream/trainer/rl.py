@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from slipstream.config import RunConfig, load
-from slipstream.errors import TrainerError
+from slipstream.errors import ModelError, TrainerError
 from slipstream.models.hf import hf_tensors, save_folder
 from slipstream.models.load import load_model
 from slipstream.observe.metrics import MetricsWriter
@@ -156,17 +156,19 @@ class RlTrainer:
                 batch_path(self.run_folder, step).unlink()
 
     def _resume(self) -> None:
-        """From the newest whole checkpoint; batches after it that are on disk will be trained again, to the same weights."""
-        found = checkpoint.newest_valid(self.run_folder / "checkpoints", self._fell_back)
-        if found is None:
-            return
-        self.now = progress.load(self.learner, found)
-        self._checkpointed = self.step
-        self.metrics.event("resumed", step=self.step)
-
-    def _fell_back(self, message: str) -> None:
-        self.metrics.event("checkpoint_fallback", error=message)
-        _warn(message)
+        """From the newest checkpoint; batches after it that are on disk will be trained again, to the same weights."""
+        found = checkpoint.newest(self.run_folder / "checkpoints")
+        if found is not None:
+            self.now = progress.load(self.learner, found)
+            self._checkpointed = self.step
+            self.metrics.event("resumed", step=self.step)
+        first = min(list_batches(self.run_folder), default=self.step + 1)
+        if first > self.step + 1:
+            start = f"the checkpoint of step {self.step}" if found else "nothing: it has no checkpoint"
+            raise ModelError(
+                f"{self.run_folder} cannot go on from {start}: the batches of the steps before {first} are gone. "
+                f"Restore a checkpoint of step {first - 1} or later, or start afresh with --clean"
+            )
 
     @contextmanager
     def _timed(self, name: str, step: int) -> Iterator[dict[str, float]]:

@@ -14,16 +14,12 @@ import torch
 
 from slipstream.errors import ModelError
 from slipstream.trainer import checkpoint
-from slipstream.trainer.checkpoint import Checkpoint, list_steps, newest_valid, prune, read, step_folder
+from slipstream.trainer.checkpoint import Checkpoint, list_steps, newest, prune, read, step_folder
 
 
 def save(root: Path, step: int, size: int = 8) -> Checkpoint:
     tensors = {"w": torch.full((size,), float(step))}
     return checkpoint.save(root, step, tensors, {"exp_avg/w": tensors["w"] * 2}, {"bad_steps": step}, {"cursor": [step, None]}, "cafe")
-
-
-def silent(message: str) -> None:
-    raise AssertionError(f"unexpected warning: {message}")
 
 
 def damage(path: Path) -> None:
@@ -34,7 +30,7 @@ def damage(path: Path) -> None:
 
 def test_everything_that_was_saved_is_read_back(tmp_path):
     saved = save(tmp_path, 3)
-    found = newest_valid(tmp_path, silent)
+    found = newest(tmp_path)
     assert found == saved == read(step_folder(tmp_path, 3))
     assert (found.step, found.state, found.orchestrator_state) == (3, {"bad_steps": 3}, {"cursor": [3, None]})
     assert found.config_fingerprint == "cafe"
@@ -43,7 +39,7 @@ def test_everything_that_was_saved_is_read_back(tmp_path):
 
 
 def test_a_run_that_never_saved_has_no_checkpoint(tmp_path):
-    assert newest_valid(tmp_path / "absent", silent) is None
+    assert newest(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
@@ -65,26 +61,36 @@ def test_a_changed_value_in_the_manifest_is_found(tmp_path):
     save(tmp_path, 1)
     path = step_folder(tmp_path, 1) / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "orchestrator_state": {"cursor": [2, None]}}))
-    with pytest.raises(ModelError, match=r"manifest\.json is damaged"):
+    with pytest.raises(ModelError, match=r"manifest\.json has hash \w+, it says \w+ itself"):
         read(step_folder(tmp_path, 1))
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_one_warning(tmp_path):
+def test_a_damaged_newest_checkpoint_is_an_error_that_names_the_way_back(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     damage(step_folder(tmp_path, 3) / "model.safetensors")
     (step_folder(tmp_path, 2) / "state.json").unlink()
-    warnings: list[str] = []
-    found = newest_valid(tmp_path, warnings.append)
-    assert found is not None and found.step == 1
-    assert len(warnings) == 1 and "step_000003/model.safetensors" in warnings[0] and "step_000002/state.json" in warnings[0]
+    with pytest.raises(ModelError) as caught:
+        newest(tmp_path)
+    message = str(caught.value)
+    assert "step_000003/model.safetensors has hash" in message and "the manifest says" in message
+    assert f"step 1 is whole. To go back to it, delete what is newer (rm -r {tmp_path}/step_000002 {tmp_path}/step_000003)" in message
+    assert list_steps(tmp_path) == [1, 2, 3]
 
 
 def test_when_no_checkpoint_is_whole_the_run_does_not_start_from_scratch(tmp_path):
     save(tmp_path, 1)
     damage(step_folder(tmp_path, 1) / "model.safetensors")
-    with pytest.raises(ModelError, match=r"no checkpoint in .* is usable"):
-        newest_valid(tmp_path, silent)
+    with pytest.raises(ModelError, match="No other checkpoint is whole: restore the file, or start afresh with --clean"):
+        newest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"schema": 1', '"x"', ""])
+def test_a_manifest_that_is_no_manifest_is_named(tmp_path, text):
+    save(tmp_path, 1)
+    (step_folder(tmp_path, 1) / "manifest.json").write_text(text)
+    with pytest.raises(ModelError, match=r"step_000001/manifest\.json"):
+        newest(tmp_path)
 
 
 def test_a_process_killed_before_the_rename_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
@@ -101,7 +107,7 @@ def test_a_process_killed_before_the_rename_leaves_the_previous_checkpoint(tmp_p
         patch.setattr(os, "rename", die)
         save(tmp_path, 2)
     os.rename(tmp_path / "what a kill leaves", tmp_path / ".tmp-step_000002")
-    found = newest_valid(tmp_path, silent)
+    found = newest(tmp_path)
     assert found is not None and found.step == 1
     assert save(tmp_path, 2).step == 2 and not (tmp_path / ".tmp-step_000002").exists()
 
@@ -117,7 +123,7 @@ def test_a_full_disk_is_an_os_error_and_leaves_nothing_behind_but_the_previous_c
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.errno == errno.EFBIG and "step_000002" in caught.value.filename
     assert os.listdir(tmp_path) == ["step_000001"]
-    assert newest_valid(tmp_path, silent).step == 1  # type: ignore[union-attr]
+    assert newest(tmp_path).step == 1  # type: ignore[union-attr]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -137,4 +143,4 @@ def test_pruning_keeps_the_newest_and_says_which_is_the_oldest_left(tmp_path):
 def test_a_folder_that_is_no_checkpoint_is_no_obstacle(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "step_000001.bak").mkdir()
-    assert newest_valid(tmp_path, silent).step == 1  # type: ignore[union-attr]
+    assert newest(tmp_path).step == 1  # type: ignore[union-attr]

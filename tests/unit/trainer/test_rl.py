@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.errors import TrainerError
+from slipstream.errors import ModelError, TrainerError
 from slipstream.models.load import load_model
 from slipstream.observe.metrics import read_metrics
 from slipstream.trainer import checkpoint, rl
@@ -195,16 +195,27 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run_unless_it_is_the_last(
         train(folder, 4, 5)
 
 
-def test_a_damaged_checkpoint_costs_time_but_nothing_else(tmp_path, model, capsys):
+def test_a_damaged_checkpoint_is_never_passed_over_and_going_back_on_demand_loses_nothing(tmp_path, model):
     folder = write_run(run_config(tmp_path / "run", model, checkpoint={"interval": 1, "keep_last": 2}))
-    train(folder, 1, 2, 3, 4)
+    train(folder, 1, 2, 3)
     before = fingerprints(folder)
-    path = checkpoint.step_folder(folder / "checkpoints", 4) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
+    damaged = checkpoint.step_folder(folder / "checkpoints", 3)
+    (damaged / "optimizer.safetensors").unlink()
+    with pytest.raises(ModelError, match=rf"optimizer.safetensors is missing.*step 2 is whole.*rm -r {damaged}\)"):
+        train(folder)
+    shutil.rmtree(damaged)
     train(folder)
     assert fingerprints(folder) == before
-    assert capsys.readouterr().err.count("WARNING") == 1 and len(events(folder, "checkpoint_fallback")) == 1
-    assert checkpoint.read(path.parent).step == 4
+
+
+def test_without_the_checkpoint_that_the_batches_start_from_the_run_does_not_start_from_scratch(tmp_path, model):
+    folder = write_run(run_config(tmp_path / "run", model, checkpoint={"interval": 1, "keep_last": 2}))
+    train(folder, 1, 2, 3)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(
+        ModelError, match=r"it has no checkpoint: the batches of the steps before 3 are gone\. Restore a checkpoint of step 2 or"
+    ):
+        train(folder)
 
 
 def test_a_bfloat16_run_publishes_the_weights_that_it_computes_with_and_resumes_bit_identically(tmp_path, model):
