@@ -24,7 +24,20 @@ GLM = {
     "routed_scaling_factor": 1.5,
     "attention_bias": True,
 }
-FAMILIES = {"qwen3_moe": {}, "glm4_moe": GLM}
+MLA = {
+    **GLM,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+FAMILIES = {"qwen3_moe": {}, "glm4_moe": GLM, "deepseek_v3": MLA}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -182,8 +195,9 @@ def test_the_fused_step_equals_the_models_own_forward_pass(family_folder, monkey
     np.testing.assert_array_equal(fused_engine.expert_load, plain_engine.expert_load)
 
 
-def test_a_router_that_the_fused_step_does_not_know_takes_the_models_own_forward_pass(tmp_path):
-    engine = make_engine(write_model(tmp_path / "model", moe=True, **GLM))
+@pytest.mark.parametrize("family", [GLM, MLA], ids=["glm4_moe", "deepseek_v3"])
+def test_an_architecture_that_the_fused_step_does_not_know_takes_the_models_own_forward_pass(tmp_path, family):
+    engine = make_engine(write_model(tmp_path / "model", moe=True, **family))
     run(engine, [ask("a", prompt(1, 9))])
     assert engine._runner._fused is None
 

@@ -30,6 +30,29 @@ MOE = {**BASE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_siz
 GLM = {**BASE, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 QUARTER = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 WHOLE = {**QUARTER, "partial_rotary_factor": 1.0}
+MLA = {
+    **{key: value for key, value in GLM.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "n_routed_experts": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", MOE),
     "qwen3_moe-normalised": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "num_experts_per_tok": 3}),
@@ -47,10 +70,18 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-bias": ("Glm4Moe", {**GLM, "attention_bias": True, "num_key_value_heads": 1, "n_shared_experts": 2}),
     "glm4_moe-unnormalised": ("Glm4Moe", {**GLM, "norm_topk_prob": False, "rope_parameters": QUARTER, "head_dim": 24}),
     "glm4_moe-whole-heads": ("Glm4Moe", {**GLM, "rope_parameters": WHOLE, "first_k_dense_replace": 2, "num_experts_per_tok": 1}),
+    "deepseek_v3": ("DeepseekV3", MLA),
+    "deepseek_v3-yarn": ("DeepseekV3", {**MLA, "rope_parameters": YARN}),
+    "deepseek_v3-yarn-factors": ("DeepseekV3", {**MLA, "rope_parameters": {**YARN, "mscale": 0.7, "beta_fast": 4, "truncate": False}}),
+    "deepseek_v3-yarn-plain": ("DeepseekV3", {**MLA, "rope_parameters": {**YARN, "mscale": None, "mscale_all_dim": None}}),
+    "deepseek_v3-whole-queries": ("DeepseekV3", {**MLA, "q_lora_rank": None, "attention_bias": True, "v_head_dim": 16}),
+    "deepseek_v3-halves": ("DeepseekV3", {**MLA, "rope_interleave": False, "tie_word_embeddings": True, "attention_bias": True}),
+    "deepseek_v3-wide-values": ("DeepseekV3", {**MLA, "v_head_dim": 32, "first_k_dense_replace": 0, "rms_norm_eps": 1e-3}),
     "llama": ("Llama", BASE),
     "llama-tied": ("Llama", {**BASE, "tie_word_embeddings": True, "num_attention_heads": 2, "rope_theta": 100000.0}),
     "llama-bias": ("Llama", {**BASE, "attention_bias": True, "head_dim": None, "rms_norm_eps": 1e-3}),
 }
+MLA_KINDS = ["deepseek_v3-yarn", "deepseek_v3-whole-queries"]
 TOKENS = 23
 
 
@@ -126,7 +157,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
         assert (grad - their_grads[key]).abs().max() <= 1e-5 * scale, key
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "qwen3-tied", "llama-bias", "glm4_moe-grouped"])
+@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "qwen3-tied", "llama-bias", "glm4_moe-grouped", *MLA_KINDS])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_goes_in_and_out_bit_for_bit(name: str, sharded: bool, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -177,7 +208,7 @@ def test_a_layer_behind_the_last_that_the_config_does_not_announce_is_refused(tm
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "glm4_moe-grouped"])
+@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "glm4_moe-grouped", *MLA_KINDS])
 def test_transformers_loads_what_we_save(name: str, tmp_path: Path) -> None:
     import transformers
 
@@ -189,7 +220,7 @@ def test_transformers_loads_what_we_save(name: str, tmp_path: Path) -> None:
         assert torch.equal(again(ids_T[None]).logits, theirs(ids_T[None]).logits)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "glm4_moe", "deepseek_v3"])
 def test_bf16_logits_are_near_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = in_dtype(reference(name, tmp_path), torch.bfloat16)
     ids_T = tokens()

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.kv import KvCache
-from slipstream.models.decoder import Decoder, rope_tables
-from slipstream.models.layers import Block, MoE
+from slipstream.models.decoder import Decoder
+from slipstream.models.layers import Attention, Block, MoE
+from slipstream.models.rotary import rope_tables
 from slipstream.models.spec import ModelSpec
 from slipstream.ops.fused import FusedDecoder, FusedLayer, FusedSizes, can_fuse
 
@@ -29,8 +30,8 @@ def bind(model: Decoder, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | 
     counts = [spec.hidden, *((spec.num_experts, spec.expert_intermediate) if spec.moe_layers else ())]
     if len(spec.moe_layers) < spec.num_layers:
         counts.append(spec.intermediate)
-    if spec.router_score != "softmax" or spec.shared_intermediate or spec.rotary_factor != 1:
-        return None  # the kernel knows softmax routing over all experts, no shared expert, and heads that rotate whole
+    if spec.router_score != "softmax" or spec.shared_intermediate or spec.rotary_factor != 1 or spec.latent is not None:
+        return None  # the kernel knows softmax routing over all experts, no shared expert, plain heads that rotate whole
     if _largest_matrix(model) > MAX_MATRIX_BYTES or not can_fuse([*model.parameters()], counts, spec.head_dim):
         return None
     layers = [_layer(block, cache, i) for i, block in enumerate(model.layers) if isinstance(block, Block)]
@@ -52,6 +53,7 @@ def _rope_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
 
 def _layer(block: Block, cache: KvCache, index: int) -> FusedLayer:
     attention, ffn = block.attention, block.ffn
+    assert isinstance(attention, Attention)
     weights = ffn.experts if isinstance(ffn, MoE) else ffn
     return FusedLayer(
         attention_norm=block.attention_norm,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.models.context import Context
 from slipstream.models.layers import Block, empty
 from slipstream.models.names import NameTable
+from slipstream.models.rotary import rope_tables
 from slipstream.models.spec import ModelSpec
 from slipstream.ops import rms_norm
 
@@ -56,14 +56,3 @@ class Decoder(nn.Module):
         if self._rope is None or self._rope[0].dtype != like.dtype or self._rope[0].device != like.device:
             self._rope = rope_tables(self.spec, like.dtype, like.device)
         return self._rope
-
-
-def rope_tables(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [P, r] with the angles repeated in both halves; computed in fp32.
-
-    Source: Su et al., "RoFormer", 2021, section 3.2.2: angle = position · theta^(-2i/r).
-    """
-    powers = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device) / spec.rotary_dim
-    positions_P = torch.arange(spec.max_positions, dtype=torch.float32, device=device)
-    angles_Pr = torch.outer(positions_P, 1.0 / spec.rope_theta**powers).repeat(1, 2)
-    return angles_Pr.cos().to(dtype), angles_Pr.sin().to(dtype)

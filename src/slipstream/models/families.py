@@ -7,10 +7,12 @@ activation) is refused by name, never ignored.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.errors import ModelError
+from slipstream.models.parts import Latent, Yarn
 
 
 def read_options(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -117,25 +119,63 @@ def _common_fields(reader: _Reader) -> dict[str, Any]:
 
 
 def _rope(reader: _Reader, partial: float | None = None) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; before, `rope_theta` stood beside `rope_scaling` and `partial_rotary_factor`.
+    """Of families without scaled positions.
 
     `partial`: share of a head that is rotated where the config does not say; None: the family rotates whole heads.
     """
-    options: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        given = reader.config.get(key) or {}
-        nested = any(isinstance(value, dict) for value in given.values())
-        if nested or given.get("rope_type", given.get("type", "default")) != "default":
-            raise ModelError(
-                f"{reader.source}: {key} = {json.dumps(given)} is not supported; slipstream implements rope_type 'default', without scaling"
-            )
-        options |= given
+    _, options = _rope_options(reader, ("default",))
     theta = options.get("rope_theta", reader.first("rope_theta", default=10000.0))
     factor = options.get("partial_rotary_factor", reader.first("partial_rotary_factor", default=partial or 1.0))
     if (partial is None and factor != 1) or reader.real(factor, "partial_rotary_factor") > 1:
         family, implemented = reader.config["model_type"], "1" if partial is None else "above 0 and at most 1"
         raise ModelError(f"{reader.source}: partial_rotary_factor = {factor!r} is not supported; of {family} it must be {implemented}")
     return {"rope_theta": reader.real(theta, "rope_theta"), "rotary_factor": float(factor)}
+
+
+def _rope_options(reader: _Reader, kinds: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """(kind, options). transformers 5 writes `rope_parameters`; before, `rope_theta` and others stood beside `rope_scaling`."""
+    kind, options = "default", {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = reader.config.get(key)
+        if not given:
+            continue
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in kinds or any(isinstance(value, dict) for value in given.values()):
+            implemented = " and ".join(repr(kind) for kind in kinds)
+            raise ModelError(
+                f"{reader.source}: {key} = {json.dumps(given)} is not supported; of this family slipstream implements rope_type "
+                f"{implemented}"
+            )
+        options |= given
+    return kind, options
+
+
+_YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_YARN_KEYS |= {"attention_factor", "rope_theta", "rope_type", "type", "partial_rotary_factor"}
+
+
+def _yarn(reader: _Reader, options: Mapping[str, Any]) -> tuple[Yarn, float]:
+    """(how positions are stretched, what scores gain)."""
+    unknown = sorted(set(options) - _YARN_KEYS)
+    if unknown or options.get("partial_rotary_factor", 1) != 1:
+        raise ModelError(f"{reader.source}: YaRN with {', '.join(unknown or ['partial_rotary_factor'])} is not supported")
+
+    def real(key: str, default: float | None = None) -> float:
+        value = default if options.get(key) is None else options[key]
+        if value is None:
+            raise ModelError(f"{reader.source}: {key} is missing; it is required for rope_type 'yarn'")
+        return reader.real(value, key)
+
+    factor, wanted, all_dim = real("factor"), options.get("mscale") or 0.0, options.get("mscale_all_dim") or 0.0
+    scale = _yarn_scale(factor, wanted) / _yarn_scale(factor, all_dim) if wanted and all_dim else _yarn_scale(factor, 1.0)
+    original, fast, slow = int(real("original_max_position_embeddings")), real("beta_fast", 32.0), real("beta_slow", 1.0)
+    yarn = Yarn(factor, original, fast, slow, options.get("truncate") is not False, real("attention_factor", scale))
+    return yarn, _yarn_scale(factor, all_dim) ** 2 if all_dim else 1.0
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    """Peng et al., "YaRN", 2023, equation 22, with the weight that DeepSeek-V2 gave it."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _llama(reader: _Reader) -> dict[str, Any]:
@@ -171,23 +211,49 @@ def _glm4_moe(reader: _Reader) -> dict[str, Any]:
     }
 
 
-def _grouped_sigmoid_moe(reader: _Reader) -> dict[str, Any]:
-    """The mixture of experts of DeepSeek-V3 and those that took it over; keys are theirs."""
+def _deepseek_v3(reader: _Reader) -> dict[str, Any]:
+    kind, options = _rope_options(reader, ("default", "yarn"))
+    yarn, gain = _yarn(reader, options) if kind == "yarn" else (None, 1.0)
+    heads = reader.number("num_attention_heads")
+    reader.refuse_unless("num_key_value_heads", lambda count: count in (None, heads), f"num_attention_heads = {heads}")
+    latent = Latent(
+        q_rank=reader.count("q_lora_rank"),
+        kv_rank=reader.number("kv_lora_rank"),
+        nope_dim=reader.number("qk_nope_head_dim"),
+        rope_dim=reader.number("qk_rope_head_dim"),
+        v_dim=reader.number("v_head_dim"),
+        interleaved=reader.flag("rope_interleave", default=True),
+        score_gain=gain,
+    )
+    return {
+        **_grouped_sigmoid_moe(reader, dense=3, groups=8, top_groups=4, scale=2.5),
+        "rope_theta": reader.real(options.get("rope_theta", reader.first("rope_theta", default=10000.0)), "rope_theta"),
+        "head_dim": max(latent.nope_dim + latent.rope_dim, latent.v_dim),
+        "num_kv_heads": heads,
+        "out_bias": reader.flag("attention_bias"),
+        "latent": latent,
+        "yarn": yarn,
+    }
+
+
+def _grouped_sigmoid_moe(reader: _Reader, dense: int = 1, groups: int = 1, top_groups: int = 1, scale: float = 1.0) -> dict[str, Any]:
+    """The mixture of experts of DeepSeek-V3 and those that took it over; keys are theirs, defaults the family's."""
     reader.refuse_unless("scoring_func", lambda kind: kind in (None, "sigmoid"), "'sigmoid'")
     reader.refuse_unless("topk_method", lambda kind: kind in (None, "noaux_tc"), "'noaux_tc'")
+    reader.refuse_unless("moe_layer_freq", lambda every: every in (None, 1), "1")
     inner = reader.number("moe_intermediate_size")
     return {
-        "moe_layers": tuple(range(reader.count("first_k_dense_replace", default=1), reader.number("num_hidden_layers"))),
+        "moe_layers": tuple(range(reader.count("first_k_dense_replace", default=dense), reader.number("num_hidden_layers"))),
         "num_experts": reader.number("n_routed_experts", "num_local_experts"),
         "top_k": reader.number("num_experts_per_tok"),
         "expert_intermediate": inner,
         "shared_intermediate": inner * reader.count("n_shared_experts", default=1),
         "router_score": "sigmoid",
         "router_bias": True,
-        "num_groups": reader.number("n_group", default=1),
-        "top_groups": reader.number("topk_group", default=1),
+        "num_groups": reader.number("n_group", default=groups),
+        "top_groups": reader.number("topk_group", default=top_groups),
         "norm_top_k": reader.flag("norm_topk_prob", default=True),
-        "gate_scale": reader.real(reader.first("routed_scaling_factor", default=1.0), "routed_scaling_factor"),
+        "gate_scale": reader.real(reader.first("routed_scaling_factor", default=scale), "routed_scaling_factor"),
         "prediction_layers": reader.count("num_nextn_predict_layers", "num_mtp_layers"),
     }
 
@@ -201,4 +267,5 @@ _FAMILIES: dict[str, tuple[str, Callable[[_Reader], dict[str, Any]]]] = {
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
     "llama": ("LlamaForCausalLM", _llama),
     "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
 }

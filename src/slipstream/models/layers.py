@@ -42,12 +42,12 @@ class Attention(nn.Module):
         self.k_norm = empty(spec.head_dim) if spec.qk_norm else None
 
     def forward(self, x_TD: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, ctx: Context) -> Tensor:
-        qkv = _linear(x_TD, self.qkv, self.qkv_bias).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         q_THd, k_TGd, v_TGd = qkv.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THd, k_TGd = rms_norm(q_THd, self.q_norm, self.eps), rms_norm(k_TGd, self.k_norm, self.eps)
         q_THd, k_TGd = rope(q_THd, k_TGd, cos_Tr, sin_Tr)
-        return _linear(ctx.attend(self.layer, q_THd, k_TGd, v_TGd).flatten(1), self.out, self.out_bias)
+        return linear(ctx.attend(self.layer, q_THd, k_TGd, v_TGd).flatten(1), self.out, self.out_bias)
 
 
 class DenseFFN(nn.Module):
@@ -108,7 +108,7 @@ class MoE(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder layer: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec, attention: Attention, ffn: DenseFFN | MoE) -> None:
+    def __init__(self, spec: ModelSpec, attention: nn.Module, ffn: DenseFFN | MoE) -> None:
         super().__init__()
         self.eps = spec.rms_eps
         self.attention_norm, self.attention = empty(spec.hidden), attention
@@ -119,5 +119,13 @@ class Block(nn.Module):
         return x_TD + self.ffn(rms_norm(x_TD, self.ffn_norm, self.eps), ctx)
 
 
-def _linear(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def feed_forward(spec: ModelSpec, layer: int) -> DenseFFN | MoE:
+    """Of decoder layer `layer`."""
+    if layer in spec.moe_layers:
+        return MoE(spec, spec.moe_layers.index(layer))
+    return DenseFFN(spec.hidden, spec.intermediate)
+
+
+def linear(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x · weight, plus the bias where there is one."""
     return torch.mm(x_TD, weight) if bias is None else torch.addmm(bias, x_TD, weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.models.layers import Attention, Block, DenseFFN
+from slipstream.models.layers import Attention, Block, feed_forward
 from slipstream.models.names import ATTENTION, DECODER, DENSE, NameTable
 from slipstream.models.spec import ModelSpec
 
@@ -10,4 +10,4 @@ NAMES = NameTable(model=DECODER, layer=(*ATTENTION, *DENSE))
 
 
 def block(spec: ModelSpec, layer: int) -> Block:
-    return Block(spec, Attention(spec, layer), DenseFFN(spec.hidden, spec.intermediate))
+    return Block(spec, Attention(spec, layer), feed_forward(spec, layer))

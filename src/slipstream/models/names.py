@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.errors import StateError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Parts = tuple[tuple[str, str], ...]
-"""(HF name, attribute of ModelSpec with the number of features) side by side in one fused parameter."""
+"""(HF name, attribute of ModelSpec with the number of features, such as "latent.q_rank") side by side in one fused parameter."""
 
 
 class Entry(Protocol):
@@ -53,7 +54,7 @@ class Stacked:
     def views(self, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
         start = 0
         for name, size in self.parts:
-            end = start + getattr(spec, size)
+            end = start + attrgetter(size)(spec)
             yield name, tensor[start:end]
             start = end
 
@@ -68,7 +69,7 @@ class Columns:
     def views(self, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
         start = 0
         for name, size in self.parts:
-            end = start + getattr(spec, size)
+            end = start + attrgetter(size)(spec)
             yield name, tensor[:, start:end].T
             start = end
 

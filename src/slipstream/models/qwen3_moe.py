@@ -5,7 +5,7 @@ Architecture: Qwen team, "Qwen3 Technical Report", 2025, section 2. No shared ex
 
 from __future__ import annotations
 
-from slipstream.models.layers import Attention, Block, DenseFFN, MoE
+from slipstream.models.layers import Attention, Block, feed_forward
 from slipstream.models.names import ATTENTION, DECODER, DENSE, Columns, ExpertColumns, NameTable
 from slipstream.models.qwen3 import QK_NORM
 from slipstream.models.spec import ModelSpec
@@ -25,5 +25,4 @@ NAMES = NameTable(model=DECODER, layer=(*ATTENTION, *QK_NORM, *DENSE, *EXPERTS))
 
 
 def block(spec: ModelSpec, layer: int) -> Block:
-    ffn = MoE(spec, spec.moe_layers.index(layer)) if layer in spec.moe_layers else DenseFFN(spec.hidden, spec.intermediate)
-    return Block(spec, Attention(spec, layer), ffn)
+    return Block(spec, Attention(spec, layer), feed_forward(spec, layer))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from slipstream.errors import ModelError
 from slipstream.models.families import read_options
+from slipstream.models.parts import Latent, Yarn
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,9 @@ class ModelSpec:
     """The output head is the embedding; the checkpoint then has no lm_head."""
     rotary_factor: float = 1.0
     """Share of each head that is rotated by position; the rest of its features passes through."""
+    yarn: Yarn | None = None
+    latent: Latent | None = None
+    """Multi-head latent attention in place of grouped heads; `head_dim` and `num_kv_heads` are then those of the expanded heads."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
@@ -100,7 +104,22 @@ class ModelSpec:
     @property
     def rotary_dim(self) -> int:
         """Features of a head that are rotated by position, the first of them."""
-        return int(self.head_dim * self.rotary_factor)
+        return self.latent.rope_dim if self.latent is not None else int(self.head_dim * self.rotary_factor)
+
+    @property
+    def q_latent_rows(self) -> int:
+        """Features of all query heads together, of latent attention."""
+        return self.num_heads * (self.latent.nope_dim + self.latent.rope_dim) if self.latent is not None else 0
+
+    @property
+    def kv_down_rows(self) -> int:
+        """Features that keys and values are made of, and the rotated part of all keys."""
+        return self.latent.kv_rank + self.latent.rope_dim if self.latent is not None else 0
+
+    @property
+    def kv_up_rows(self) -> int:
+        """Features of all keys (the part without position) and values together."""
+        return self.num_heads * (self.latent.nope_dim + self.latent.v_dim) if self.latent is not None else 0
 
     @property
     def num_params(self) -> int:
@@ -113,13 +132,21 @@ class ModelSpec:
         return self._params(self.top_k)
 
     def _params(self, experts: int) -> int:
-        attention = self.hidden * 2 * (self.q_rows + self.kv_rows) + 2 * self.hidden
-        attention += 2 * self.head_dim * self.qk_norm + (self.q_rows + 2 * self.kv_rows) * self.qkv_bias + self.hidden * self.out_bias
         dense = 3 * self.hidden * self.intermediate * (self.num_layers - len(self.moe_layers))
         chosen_and_shared = 3 * self.hidden * (self.expert_intermediate * experts + self.shared_intermediate)
         moe = (chosen_and_shared + (self.hidden + self.router_bias) * self.num_experts) * len(self.moe_layers)
         ends = self.vocab_size * self.hidden * (1 if self.tie_embeddings else 2) + self.hidden
-        return attention * self.num_layers + dense + moe + ends
+        return (self._attention_params() + 2 * self.hidden) * self.num_layers + dense + moe + ends
+
+    def _attention_params(self) -> int:
+        if self.latent is None:
+            matrices = self.hidden * 2 * (self.q_rows + self.kv_rows) + 2 * self.head_dim * self.qk_norm
+            return matrices + (self.q_rows + 2 * self.kv_rows) * self.qkv_bias + self.hidden * self.out_bias
+        q_rank, kv_rank = self.latent.q_rank, self.latent.kv_rank
+        queries = (self.hidden + self.q_latent_rows + 1) * q_rank if q_rank else self.hidden * self.q_latent_rows
+        keys_values = self.hidden * self.kv_down_rows + kv_rank * (1 + self.kv_up_rows)
+        biases = (q_rank + self.kv_down_rows) * self.qkv_bias + self.hidden * self.out_bias
+        return queries + keys_values + self.num_heads * self.latent.v_dim * self.hidden + biases
 
 
 def _check(spec: ModelSpec, source: str) -> None:

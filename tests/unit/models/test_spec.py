@@ -43,6 +43,20 @@ GLM: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+MLA: dict[str, Any] = {
+    **GLM,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+YARN: dict[str, Any] = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 def test_it_imports_without_torch() -> None:
@@ -161,6 +175,33 @@ def test_glm_options_are_read_in_either_spelling_and_default_as_published() -> N
     assert ModelSpec.from_config(older) == ModelSpec.from_config(newer)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"qk_rope_head_dim": 7}, "rotary"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'default' and 'yarn'"),
+        ({"rope_scaling": {**YARN, "factor": None}}, "factor is missing"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": None}}, "original_max_position_embeddings is missing"),
+        ({"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+    ],
+)
+def test_what_latent_attention_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({**MLA, **options})
+    assert named in str(caught.value)
+
+
+def test_both_forms_of_yarn_are_read_and_scores_gain_what_deepseek_gives_them() -> None:
+    older = ModelSpec.from_config({**MLA, "rope_theta": 5e4, "rope_scaling": YARN})
+    newer = {key: value for key, value in YARN.items() if key != "type"} | {"rope_type": "yarn", "rope_theta": 5e4}
+    assert ModelSpec.from_config({**MLA, "rope_parameters": newer}) == older
+    assert older.yarn is not None and older.yarn.table_scale == 1.0
+    assert older.latent is not None and older.latent.score_gain == pytest.approx((0.1 * 3.6888794541139363 + 1) ** 2)
+
+
 def test_end_ids_come_from_the_generation_config_where_it_has_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 3, "torch_dtype": "bfloat16"}))
     assert ModelSpec.from_folder(tmp_path).eos_ids == (3,)
@@ -187,8 +228,10 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
         MOE,
         {**MOE, "mlp_only_layers": [1], "attention_bias": True, "tie_word_embeddings": True},
         {**GLM, "attention_bias": True, "n_shared_experts": 2, "use_qk_norm": True, "num_nextn_predict_layers": 1},
+        MLA,
+        {**MLA, "attention_bias": True, "q_lora_rank": None},
     ],
-    ids=["llama", "moe", "mixed", "glm"],
+    ids=["llama", "moe", "mixed", "glm", "mla", "mla-whole-queries"],
 )
 def test_the_parameter_count_is_that_of_the_built_model(config: dict[str, Any]) -> None:
     spec = ModelSpec.from_config(config)
@@ -299,3 +342,55 @@ def test_the_size_of_glm_4_5_air_is_as_published() -> None:
     )
     assert 106e9 < air.num_params < 107e9
     assert 12e9 < air.num_active_params - air.vocab_size * air.hidden < 13e9
+
+
+def test_the_size_of_deepseek_v3_is_as_published() -> None:
+    """671 billion parameters, 37 of them active (DeepSeek-V3 report, abstract), without the prediction layer."""
+    spec = ModelSpec.from_config(
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "attention_bias": False,
+            "first_k_dense_replace": 3,
+            "hidden_act": "silu",
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "kv_lora_rank": 512,
+            "max_position_embeddings": 163840,
+            "model_type": "deepseek_v3",
+            "moe_intermediate_size": 2048,
+            "moe_layer_freq": 1,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 61,
+            "num_key_value_heads": 128,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 40,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+            },
+            "rope_theta": 10000,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "tie_word_embeddings": False,
+            "topk_group": 4,
+            "topk_method": "noaux_tc",
+            "torch_dtype": "bfloat16",
+            "v_head_dim": 128,
+            "vocab_size": 129280,
+        }
+    )
+    assert 670.9e9 < spec.num_params < 671.1e9
+    assert 36.5e9 < spec.num_active_params < 37.6e9
