@@ -19,12 +19,15 @@ Suffix T: tokens. Knows neither engines nor environments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.errors import EnvError, ModelError, RequestError
+from slipstream.observe.metrics import plain
 from slipstream.types import IntArray
 
 _MARKER = "MARKER-of-the-reply"
@@ -32,10 +35,16 @@ _USER = {"role": "user", "content": "x"}
 
 
 class TurnTokens:
-    """What one tokenizer and its chat template put between turns. Immutable; one for all rollouts of a model."""
+    """What one tokenizer and its chat template put between turns. One for all rollouts of a model.
+
+    Rendering costs more than everything else that a turn needs, and the rollouts of a group share their first prompt and many of their
+    tool results: what was rendered lately is remembered by its messages (as JSON), tokens and all.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer):
         self.tokenizer = tokenizer
+        self._prompt = lru_cache(maxsize=256)(lambda key: tokenizer.prompt_ids(*msgspec.json.decode(key)))
+        self._link = lru_cache(maxsize=1024)(lambda key: tokenizer.encode(self._after_marker(msgspec.json.decode(key), generation=True)))
         end_T = tokenizer.encode(self._after_marker((), generation=False))
         ends = [i for i, token in enumerate(end_T.tolist()) if token in tokenizer.eos_ids]
         self._end_index = ends[0] if ends else None
@@ -45,13 +54,13 @@ class TurnTokens:
     def prompt(self, messages: Sequence[dict], tools: Sequence[dict]) -> IntArray:
         """Ids of a conversation's first prompt. Raises EnvError: the template refuses the messages."""
         try:
-            return self.tokenizer.prompt_ids(messages, tools)
+            return self._prompt(_key((messages, tools)))
         except RequestError as error:
             raise EnvError(str(error)) from None
 
     def link(self, completion_T: IntArray, new_messages: Sequence[dict]) -> IntArray:
         """Ids between a completion and the next one, with `new_messages` in between. Raises EnvError: the template refuses them."""
-        link_T = self.tokenizer.encode(self._after_marker(new_messages, generation=True))
+        link_T = self._link(_key(new_messages))
         if self._end_index is None or not len(completion_T) or completion_T[-1] != link_T[self._end_index]:
             return link_T
         return link_T[self._end_index + 1 :]
@@ -77,6 +86,10 @@ class TurnTokens:
         if not marker:
             raise ModelError("the chat template does not show the content of assistant messages; use another template")
         return after
+
+
+def _key(value: Any) -> bytes:
+    return msgspec.json.encode(value, enc_hook=plain)
 
 
 class TokenPrefix:

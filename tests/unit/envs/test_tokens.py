@@ -138,3 +138,20 @@ def test_messages_that_the_template_refuses_are_the_environments_fault(tokenizer
         turns.prompt(bad, ())
     with pytest.raises(EnvError, match="narrator"):
         turns.link(tokenizer.encode("b"), bad)
+
+
+def test_what_was_rendered_is_remembered_by_its_messages_and_tools(tokenizer, monkeypatch):
+    turns, rendered = TurnTokens(tokenizer), []
+    render = tokenizer.render
+    monkeypatch.setattr(tokenizer, "render", lambda messages, *args, **kwargs: rendered.append(1) or render(messages, *args, **kwargs))
+    ask, tool = [{"role": "user", "content": "a"}], {"type": "function", "function": {"name": "f"}}
+    first = turns.prompt(ask, ())
+    assert np.array_equal(turns.prompt([dict(ask[0])], ()), first) and len(rendered) == 1
+    ask[0]["content"] = "b"
+    assert tokenizer.decode(turns.prompt(ask, ())) == render(ask)
+    assert tokenizer.decode(turns.prompt(ask, [tool])) == render(ask, [tool])
+    assert len(rendered) == 3
+    answer = [{"role": "tool", "content": "14"}]
+    ended, cut = (turns.link(tokenizer.encode(text), answer) for text in ("b<|im_end|>", "b"))
+    assert len(rendered) == 4 and np.array_equal(cut[1:], ended)
+    assert not np.array_equal(turns.link(tokenizer.encode("b"), [{"role": "tool", "content": "15"}]), cut)
