@@ -6,6 +6,7 @@ Reads the engine's state and counters; changes nothing. What each key means: sli
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 
 import psutil
@@ -16,6 +17,8 @@ from prometheus_client.registry import Collector
 from slipstream.engine.driver import EngineDriver
 from slipstream.observe import registry
 from slipstream.observe.metrics import MetricsWriter
+
+log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 COUNTERS = frozenset(
@@ -75,11 +78,18 @@ def prometheus_text(driver: EngineDriver) -> bytes:
 
 
 async def report(driver: EngineDriver, writer: MetricsWriter) -> None:
-    """Every second: values, busy spans, and how the experts were used since the last time. Runs until cancelled."""
+    """Every second: values, busy spans, and how the experts were used since the last time. Runs until cancelled.
+
+    A full disk costs lines, not the engine: who has something to lose ends the run.
+    """
     seen = driver.engine.expert_load.copy()
     while True:
         await asyncio.sleep(INTERVAL_S)
-        write_once(driver, writer)
+        try:
+            write_once(driver, writer)
+        except OSError as error:
+            log.error("metrics are lost: %s", error)
+            continue
         load_LE = driver.engine.expert_load
         if (load_LE != seen).any():
             recent_LE = load_LE - seen

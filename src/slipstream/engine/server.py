@@ -64,9 +64,10 @@ async def _serve_run(engine: EmbeddedEngine, config: RunConfig, run_folder: Path
             try:
                 return await _stopped(driving)
             finally:
-                reporting.cancel()
-                write_once(driver, writer)
                 endpoint.unlink(missing_ok=True)
+                reporting.cancel()
+                with contextlib.suppress(OSError):  # a full disk; `report` has said so
+                    write_once(driver, writer)
 
 
 async def _serve_folder(engine: EmbeddedEngine, config: EngineConfig, folder: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -26,6 +27,8 @@ GRACE_S = 20.0
 MAX_RESTARTS = 20
 """Restarts of one engine within RESTART_WINDOW_S after which it is considered broken, not unlucky."""
 RESTART_WINDOW_S = 600.0
+FULL_BYTES = 1 << 20
+"""A disk with less free space is called full."""
 MAX_FREEZES = 5
 """Restarts of a frozen role in one run after which its environments are considered broken."""
 
@@ -117,15 +120,13 @@ class Supervisor:
             elif len(dump := _dump(spec)) > self._dumped[name]:
                 self._thaw(spec, dump[self._dumped[name] :])
             else:
-                raise RoleDied(f"{name} {_how(code)}. Its log: {self._folder / 'logs' / f'{name}.log'}\n{self._tail(name)}")
+                raise RoleDied(f"{name} {_how(code)}. {self._words(name)}")
 
     def _restart(self, name: str, code: int) -> None:
         now = time.monotonic()
         recent = [t for t in self._restarts[name] if now - t < RESTART_WINDOW_S]
         if len(recent) >= MAX_RESTARTS or self._failed_at_start(name):
-            raise RoleDied(
-                f"{name} {_how(code)} {len(recent) + 1} times. Its log: {self._folder / 'logs' / f'{name}.log'}\n{self._tail(name)}"
-            )
+            raise RoleDied(f"{name} {_how(code)} {len(recent) + 1} times. {self._words(name)}")
         self._restarts[name] = [*recent, now]
         self._on_event(f"{name} {_how(code)}; starting it again ({len(recent) + 1}/{MAX_RESTARTS})")
         self._start(name)
@@ -149,9 +150,14 @@ class Supervisor:
         """An engine that ends by itself with a user error (exit code 2) will end so again."""
         return self._processes[name].poll() == 2
 
-    def _tail(self, name: str, lines: int = 5) -> str:
-        text = (self._folder / "logs" / f"{name}.log").read_text(errors="replace").strip()
-        return "\n".join(f"  {name} | {line}" for line in text.splitlines()[-lines:])
+    def _words(self, name: str, lines: int = 5) -> str:
+        """Where the role's log is and how it ends; and that the disk is full, for then the log may not say so."""
+        log = self._folder / "logs" / f"{name}.log"
+        text = log.read_text(errors="replace").strip()
+        last = "".join(f"\n  {name} | {line}" for line in text.splitlines()[-lines:])
+        free = shutil.disk_usage(self._folder).free
+        full = f"\nThe disk of {self._folder} is full ({free} bytes are free): make room first." if free < FULL_BYTES else ""
+        return f"Its log: {log}{last}{full}"
 
     def _on_signal(self, *_: object) -> None:
         self._stop = True

@@ -25,6 +25,7 @@ import psutil
 
 from slipstream.config import RunConfig, load, to_toml
 from slipstream.errors import ConfigError
+from slipstream.transport.files import write_atomically
 
 CHANGEABLE = (
     "max_steps",
@@ -68,25 +69,23 @@ def held(folder: Path) -> Iterator[int]:
 
 
 def _lock(folder: Path, handle: int) -> None:
-    deadline = time.monotonic() + ENDING_S
-    told = False
+    started, told = time.monotonic(), False
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            others = holders(folder)
-        left = bool(others) and all(title.startswith("slipstream ") for title in others.values())
+            others, waited_s = holders(folder), time.monotonic() - started
         names = ", ".join(f"{title} (process {pid})" for pid, title in others.items()) or "another process"
-        if not left:
+        if not all(title.startswith("slipstream ") for title in others.values()) or (not others and waited_s > 1):
             raise ConfigError(
                 f"two runs on one folder: {folder} is in use by {names}. Wait for it, stop it, or choose another name with --set name=..."
             )
-        if time.monotonic() > deadline:
+        if waited_s > ENDING_S:
             raise ConfigError(
                 f"{folder} is still in use by {names}, left over from a run whose supervisor was killed and not ended within "
                 f"{ENDING_S:g} s. End them (kill -9 {' '.join(map(str, others))}) and try again"
             )
-        if not told:
+        if others and not told:
             print(f"waiting for {names} of a run whose supervisor was killed", file=sys.stderr, flush=True)
             told = True
         time.sleep(0.2)
@@ -113,7 +112,7 @@ def create(config: RunConfig) -> Path:
         )
     for part in ("logs", "endpoints", "weights", "batches", "rollouts", "checkpoints"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    _write(folder / "config.toml", to_toml(config))
+    write_atomically(folder / "config.toml", to_toml(config).encode())
     _record_start(folder, config)
     return folder
 
@@ -131,7 +130,7 @@ def reopen(config: RunConfig) -> Path:
             f"--resume: these settings differ from those in {folder / 'config.toml'} and would make it another run:\n  "
             + "\n  ".join(forbidden)
         )
-    _write(folder / "config.toml", to_toml(config))
+    write_atomically(folder / "config.toml", to_toml(config).encode())
     for endpoint in (folder / "endpoints").glob("*.json"):
         endpoint.unlink()
     (folder / "batches" / "finish.json").unlink(missing_ok=True)
@@ -182,7 +181,7 @@ def _record_start(folder: Path, config: RunConfig) -> None:
             "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "system": platform.platform()},
         }
     )
-    _write(path, json.dumps(manifest, indent=1))
+    write_atomically(path, json.dumps(manifest, indent=1).encode())
 
 
 def _commit() -> str | None:
@@ -197,9 +196,3 @@ def _commit() -> str | None:
     except subprocess.TimeoutExpired:
         return None
     return result.stdout.strip() or None
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -42,6 +42,7 @@ class MetricsWriter:
         self.role = role
         path = Path(run_folder) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = str(path)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if _ends_in_a_torn_line(path):
             os.write(self._file, b"\n")
@@ -76,9 +77,12 @@ class MetricsWriter:
     def _append(self, fields: Record) -> None:
         record = {"kind": fields["kind"], "role": self.role, "time": time.time(), **fields}
         line = msgspec.json.encode(record, enc_hook=plain) + b"\n"
-        written = os.write(self._file, line)
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from None
         if written != len(line):
-            raise OSError(errno.ENOSPC, f"{FILE}: wrote {written} of {len(line)} bytes; is the disk full?")
+            raise OSError(errno.ENOSPC, f"wrote {written} of {len(line)} bytes; is the disk full?", self._path)
 
 
 _FIELDS = {

@@ -15,10 +15,12 @@ It does not know tasks, tokens or versions beyond what it writes down, and it ta
 
 from __future__ import annotations
 
+import errno
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -73,17 +75,20 @@ class Ledger:
     def __init__(self, path: Path | str, synchronous: Literal["FULL", "OFF"] = "FULL"):
         """`synchronous` = FULL: `ship` survives a power cut. OFF: for simulations, where only the process can die."""
         self._durable = synchronous == "FULL"
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute(f"PRAGMA synchronous = {'NORMAL' if self._durable else 'OFF'}")
-        self._db.executescript(_SCHEMA)
+        self._path = str(path)
+        with self._errors():
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute(f"PRAGMA synchronous = {'NORMAL' if self._durable else 'OFF'}")
+            self._db.executescript(_SCHEMA)
         self._rows: dict[str, _Row] = {}
         self._dirty: dict[str, _Row] = {}
         self.trained = 0
         self.dropped: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         """Rollouts that ended, by outcome, over the whole run."""
-        self._load()
+        with self._errors():
+            self._load()
 
     # ---- life of a rollout ----
 
@@ -111,9 +116,8 @@ class Ledger:
     def flush(self) -> None:
         """Write what changed, in one transaction. Does not wait for the disk."""
         if self._dirty:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._write_dirty()
-            self._db.execute("COMMIT")
+            with self._transaction():
+                self._write_dirty()
 
     def drop_open(self, reason: str) -> int:
         """Drop everything that is in flight or ready (the run drains, stops, or starts again). Returns how many."""
@@ -137,14 +141,12 @@ class Ledger:
         self.trained += len(rollout_ids)
         if self._durable:
             self._db.execute("PRAGMA synchronous = FULL")
-        self._db.execute("BEGIN IMMEDIATE")
         try:
-            self._write_dirty()
-            self._db.executemany("INSERT INTO trained VALUES (?, ?)", [(id, step) for id in rollout_ids])
-            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, 0)", (step, batch_hash, json.dumps(state)))
-            self._db.execute("COMMIT")
+            with self._transaction():
+                self._write_dirty()
+                self._db.executemany("INSERT INTO trained VALUES (?, ?)", [(id, step) for id in rollout_ids])
+                self._db.execute("INSERT INTO steps VALUES (?, ?, ?, 0)", (step, batch_hash, json.dumps(state)))
         except sqlite3.IntegrityError as error:
-            self._db.execute("ROLLBACK")
             raise StateError(f"step {step}: a rollout or the step itself is in the ledger already: {error}") from None
         finally:
             if self._durable:
@@ -152,7 +154,8 @@ class Ledger:
 
     def sent(self, step: int) -> None:
         """The trainer holds the batch of this step durably."""
-        self._db.execute("UPDATE steps SET shipped = 1 WHERE step = ?", (step,))
+        with self._transaction():
+            self._db.execute("UPDATE steps SET shipped = 1 WHERE step = ?", (step,))
 
     def unsent(self) -> list[tuple[int, str]]:
         """(step, batch hash) of batches that were shipped on the books but maybe not handed over: a restart rolls them forward."""
@@ -173,7 +176,8 @@ class Ledger:
     # ---- evaluations ----
 
     def record_eval(self, version: int, result: Mapping[str, Any]) -> None:
-        self._db.execute("INSERT OR REPLACE INTO evals VALUES (?, ?)", (version, json.dumps(result)))
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO evals VALUES (?, ?)", (version, json.dumps(result)))
 
     def last_eval(self) -> int:
         """Newest version that was evaluated; -1 for none."""
@@ -230,7 +234,34 @@ class Ledger:
 
     def _write_dirty(self) -> None:
         self._db.executemany(_UPSERT, [row.values() for row in self._dirty.values()])
-        self._dirty.clear()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of the block or nothing of it. What fails is not tried again: the rows that changed stay on disk as they were, which is
+        what the next start goes on from; written later without the rest of their transaction they would unbalance the books.
+        """
+        with self._errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # a full disk may have rolled it back already
+                    self._db.execute("ROLLBACK")
+                raise
+            finally:
+                self._dirty.clear()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """What the file system, or what is in the file, does to SQLite is an OSError that names the file."""
+        try:
+            yield
+        except sqlite3.IntegrityError:
+            raise
+        except sqlite3.DatabaseError as error:
+            full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(error), self._path) from error
 
     def _load(self) -> None:
         """Counters and open rows from an existing file. Open rows are those of a run that died; see `drop_open`."""

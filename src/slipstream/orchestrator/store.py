@@ -17,6 +17,7 @@ from typing import Protocol
 from slipstream.errors import ConfigError
 from slipstream.observe.rollouts import RolloutWriter
 from slipstream.ports import Trainer
+from slipstream.transport.files import naming
 from slipstream.transport.weights import list_versions, version_folder
 from slipstream.types import Batch, Rollout
 
@@ -63,15 +64,18 @@ class RunStore:
 
     def __init__(self, run_folder: Path):
         self._weights = run_folder / "weights"
+        self._rollouts = run_folder / "rollouts"
         self._writer = RolloutWriter(run_folder)
 
     async def write_rollouts(
         self, step: int, rollouts: Sequence[Rollout], advantages: Mapping[str, float], dropped: Mapping[str, str]
     ) -> None:
-        await asyncio.to_thread(self._writer.write, step, rollouts, advantages=advantages, dropped=dropped)
+        with naming(self._rollouts):
+            await asyncio.to_thread(self._writer.write, step, rollouts, advantages=advantages, dropped=dropped)
 
     async def write_eval(self, version: int, rollouts: Sequence[Rollout]) -> None:
-        await asyncio.to_thread(self._writer.write_eval, version, rollouts)
+        with naming(self._rollouts):
+            await asyncio.to_thread(self._writer.write_eval, version, rollouts)
 
     async def retire_weights(self, oldest: int) -> None:
         for number in list_versions(self._weights):
@@ -102,7 +106,8 @@ class FolderLock:
                 "Wait for it, stop it, or give this run another `name`"
             ) from None
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, str(os.getpid()).encode(), 0)
+        with naming(path):
+            os.pwrite(self._file, str(os.getpid()).encode(), 0)
 
     def close(self) -> None:
         os.close(self._file)

@@ -6,6 +6,7 @@ Knows nothing of rollouts, rewards or engines.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import signal
@@ -190,4 +191,5 @@ def keep_bad_batch(run_folder: Path, batch: Batch, outcome: StepOutcome) -> Path
 
 
 def _warn(message: str) -> None:
-    print(f"trainer: WARNING: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the log may be on the disk that is full
+        print(f"trainer: WARNING: {message}", file=sys.stderr, flush=True)

@@ -5,13 +5,28 @@ Knows nothing of what is in the files.
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the block that does not say which file it is about (a full disk, when writing) gets this name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        number = error.errno or errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write and fsync `path` in place. For a file that gets its final name by `publish_file` or a folder rename later."""
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

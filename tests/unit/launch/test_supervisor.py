@@ -1,8 +1,10 @@
 import os
+import shutil
 import signal
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -47,6 +49,13 @@ def test_a_dead_trainer_ends_the_run_and_names_its_log_and_last_words(folder):
     with pytest.raises(RoleDied, match=r"trainer ended with exit code 3.*trainer\.log(.|\n)*the reason"):
         supervisor.run(on_poll=lambda: None)
     assert alive(supervisor) == []
+
+
+def test_a_role_that_dies_on_a_full_disk_says_so_although_its_log_cannot(folder, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    spec = ProcessSpec("trainer", script("import sys; sys.exit(1)"))
+    with pytest.raises(RoleDied, match=r"trainer ended with exit code 1(.|\n)*is full \(4096 bytes are free\): make room first"):
+        Supervisor([spec], folder).run(on_poll=lambda: None)
 
 
 def test_a_killed_engine_is_started_again(folder):

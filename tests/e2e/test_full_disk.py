@@ -1,0 +1,72 @@
+"""The disk of the run fills up in the middle: one line says so, the last checkpoint is whole, and with room again the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.observe.summary import summarise
+from slipstream.trainer import checkpoint
+from tests.e2e.small import small
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 64 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True, check=False)
+    if mount.returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Take all that is left, to the last byte."""
+    with open(disk / "filler", "ab", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(1 << 16))
+    with open(disk / "filler", "ab", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(b"0")
+
+
+@pytest.mark.parametrize("leave", [0, 300_000], ids=["nothing left", "a little left"])
+def test_a_disk_that_fills_up_costs_time_only(disk: Path, raw_model: Path, leave: int):
+    job = small(disk, raw_model)
+    process = subprocess.Popen(job.command("--set", "max_steps=3000"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (job.run / "checkpoints" / "step_000004").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    reserve = disk / "reserve"
+    reserve.write_bytes(bytes(leave))
+    fill(disk)
+    reserve.unlink()
+    _, shown = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "No space left on device" in shown or "is full" in shown, shown
+    assert "Traceback" not in shown and "--resume" in shown, shown
+    last = checkpoint.newest(job.run / "checkpoints")
+    assert last is not None and last.step >= 4
+
+    refused = job.rl("--resume", "--set", "max_steps=3000")
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr
+
+    os.unlink(disk / "filler")
+    stop = last.step + 60
+    resumed = job.rl("--resume", "--set", f"max_steps={stop}")
+    assert resumed.returncode == 0, resumed.stderr
+    summary = summarise(job.run)
+    assert summary["ledger_balanced"] is True and summary["steps"] == stop
