@@ -24,6 +24,7 @@ import torch
 
 from slipstream.errors import ConfigError, StateError
 from slipstream.models.spec import ModelSpec
+from slipstream.ops.native import in_large_pages
 
 _MIB = 1 << 20
 
@@ -121,8 +122,9 @@ class KvCache:
         self.row_dtype: np.dtype[Any] = np.dtype(np.uint8 if spec.num_experts <= 256 else np.uint16)
         self.num_blocks = self._count(spec, memory_mib, dtype)
         shape = (self.num_blocks, block_tokens, spec.num_kv_heads, spec.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_layers)]
+        self.keys, self.values = (
+            [in_large_pages(torch.empty(shape, dtype=dtype)).zero_() for _ in range(spec.num_layers)] for _ in range(2)
+        )
         rows = (self.num_blocks * block_tokens, self.num_moe_layers, spec.top_k if self.num_moe_layers else 0)
         self.routing = np.zeros(rows, self.row_dtype)
         self.versions_N = np.zeros(self.num_blocks, np.int32)

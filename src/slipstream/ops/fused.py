@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.ops.native import LANES, check, library
+from slipstream.ops.native import LANES, check, in_large_pages, library
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
@@ -97,6 +97,9 @@ class FusedDecoder:
         assert kernels is not None
         kernels.decoder_forward.restype, kernels.decoder_forward.argtypes = ctypes.c_int, [_P, _P, _P, _P]
         kernels.decoder_scratch.restype, kernels.decoder_scratch.argtypes = _I, [_P, _I]
+        for layer in layers:
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                in_large_pages(matrix)
         self._kernels = kernels
         self._alive = (layers, embed_VD, norm_D, cos_Pd, sin_Pd, routing, load_LE)
         self._layers = (_Layer * len(layers))(*(_layer(layer) for layer in layers))

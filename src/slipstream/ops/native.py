@@ -31,6 +31,7 @@ LANES = 8
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
+    "large_pages": (None, [_P, _I]),
     "rms_norm": (None, [_P] * 3 + [_I] * 4 + [_F]),
     "rope": (None, [_P] * 6 + [_I] * 7),
     "rms_norm_backward": (ctypes.c_int, [_P] * 5 + [_I] * 4 + [_F]),
@@ -92,6 +93,17 @@ def check(code: int, op: str) -> None:
     """Raise StateError when a kernel refused its input."""
     if code:
         raise StateError(f"{op}: {_ERRORS.get(code, f'error {code}')}")
+
+
+def in_large_pages(x: Tensor) -> Tensor:
+    """`x`, with its memory on the CPU in pages of 2 MiB where the system has them: for what is read from end to end again and again.
+
+    Cheapest before anything is written; afterwards the system copies what is there, once.
+    """
+    kernels = library() if x.is_cpu else None
+    if kernels is not None:
+        kernels.large_pages(x.data_ptr(), x.nbytes)
+    return x
 
 
 def dense_tokens(x: Tensor) -> Tensor:

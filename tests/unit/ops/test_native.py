@@ -112,6 +112,14 @@ def test_write_kv_equals_its_reference_and_touches_nothing_else():
     assert torch.equal(ours, theirs)
 
 
+def test_memory_in_large_pages_keeps_its_content():
+    x = torch.randn(3 << 20)  # 12 MiB: several pages, not aligned to them
+    expected = x.clone()
+    assert native.in_large_pages(x) is x
+    assert torch.equal(x, expected)
+    assert native.in_large_pages(torch.ones(3)).sum() == 3
+
+
 def test_gradients_and_other_dtypes_take_the_reference():
     x = torch.randn(4, 32)
     weight = torch.rand(32, requires_grad=True)

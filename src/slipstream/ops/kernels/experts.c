@@ -60,11 +60,6 @@ int experts(const float *x, const int64_t *ids, const float *gates, const float 
     return OK;
 }
 
-static void transpose(const float *b, int64_t rows, int64_t columns, float *out) {
-    for (int64_t j = 0; j < columns; j++)
-        for (int64_t i = 0; i < rows; i++) out[j * rows + i] = b[i * columns + j];
-}
-
 /* out [rows, columns] += aᵀ · b with a [n, rows] and b [n, columns]. */
 static void add_outer(int64_t n, const float *a, int64_t rows, const float *b, int64_t columns, float *out) {
     for (int64_t at = 0; at < rows; at += CHUNK) {
@@ -109,8 +104,8 @@ int experts_backward(const float *x, const int64_t *ids, const float *gates, con
     memset(d_down, 0, (size_t)(num_experts * inner * dim) * sizeof *d_down);
     for (int64_t e = 0; e < num_experts; e++) {
         if (start[e] == start[e + 1]) continue;
-        transpose(gate_up + e * dim * wide, dim, wide, up_t);
-        transpose(down + e * inner * dim, inner, dim, down_t);
+        transpose(gate_up + e * dim * wide, wide, dim, wide, up_t, dim);
+        transpose(down + e * inner * dim, dim, inner, dim, down_t, inner);
         for (int64_t at = start[e]; at < start[e + 1]; at += CHUNK) {
             int64_t n = least(start[e + 1] - at, CHUNK);
             const float *in[CHUNK], *back[CHUNK];

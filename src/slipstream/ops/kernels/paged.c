@@ -14,36 +14,6 @@ int write_kv(const float *k, const float *v, float *k_cache, float *v_cache, con
 
 enum { TOKENS = 64 }; /* per pass of the online softmax: their keys and values stay in the L2 cache while all heads pass */
 
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-
-/* Lane j of the result is the sum of the lanes of a[j]: in each step half of the lanes of two vectors are added to the other half. */
-#ifdef __AVX512F__
-INLINE vec add_pairs(vec a, vec b) {
-    return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-           SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-}
-INLINE vec add_fours(vec a, vec b) {
-    return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
-INLINE vec add_eights(vec a, vec b) {
-    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-INLINE vec sum_four(const vec *a) { return add_fours(add_pairs(a[0], a[1]), add_pairs(a[2], a[3])); }
-INLINE vec sum_each(const vec *a) {
-    return add_eights(add_eights(sum_four(a), sum_four(a + 4)), add_eights(sum_four(a + 8), sum_four(a + 12)));
-}
-#else
-INLINE vec add_pairs(vec a, vec b) { return SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
-INLINE vec add_fours(vec a, vec b) { return SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
-INLINE vec sum_four(const vec *a) { return add_fours(add_pairs(a[0], a[1]), add_pairs(a[2], a[3])); }
-INLINE vec sum_each(const vec *a) {
-    vec low = sum_four(a), high = sum_four(a + 4);
-    return SHUFFLE(low, high, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
-}
-#endif
-
 /* query · k[at[j]] for WIDE tokens. */
 INLINE vec scores_of(const float *query, const float *k, const int64_t *at, int64_t dim) {
     vec dots[WIDE];
@@ -96,6 +66,27 @@ INLINE void add_values(const int m, const int nv, const int half, float *to, int
         }
 }
 
+/* TOKENS tokens of one sequence, from token `from` on: the offsets of their slots, the last one repeated behind the context. */
+typedef struct {
+    int64_t sequence, from, at[TOKENS];
+} Chunk;
+
+/* Tokens [token, end) of a chunk whose keys and values are wanted soon. */
+typedef struct {
+    const Chunk *chunk;
+    const float *k_cache, *v_cache;
+    int64_t width, token, end;
+} Wanted;
+
+/* A few of them come into the L2 cache. Little by little: what waits for memory takes the places that reading from the L2 cache needs. */
+INLINE void fetch(Wanted *w, int64_t tokens) {
+    for (int64_t end = least(w->token + tokens, w->end); w->token < end; w->token++)
+        for (int64_t c = w->chunk->at[w->token], row = c + w->width; c < row; c += LINE) {
+            __builtin_prefetch(w->k_cache + c, 0, 2);
+            __builtin_prefetch(w->v_cache + c, 0, 2);
+        }
+}
+
 /* What the online softmax (Milakov and Gimelshein, 2018) knows of a query head after some of its tokens. */
 typedef struct {
     float top, weight;
@@ -104,9 +95,9 @@ typedef struct {
 /* `m` query heads (1 or 2) that share a key head meet `left` more tokens. `k` and `v` point at the head's features in slot 0 of the
  * cache; at[j] is the offset of token j's slot, repeated behind the last so that a whole vec can be read. */
 INLINE void attend(const int m, const float *q, const float *k, const float *v, const int64_t *at, int64_t left, int64_t dim, float scale,
-                   Seen *state, float *out) {
+                   Seen *state, float *out, Wanted *wanted) {
     float p[2 * TOKENS], shrink[2];
-    int64_t n = round_up(left, WIDE);
+    int64_t n = round_up(left, WIDE), steps = 2 * m * (n / WIDE), share = (wanted->end - wanted->token + steps - 1) / steps;
     for (int r = 0; r < m; r++) {
         float *row = p + r * TOKENS;
         vec best = splat_wide(-INFINITY), sums = splat_wide(0);
@@ -115,6 +106,7 @@ INLINE void attend(const int m, const float *q, const float *k, const float *v, 
             if (j + WIDE > left) scores = pick_wide(first_lanes(left - j), scores, splat_wide(-INFINITY));
             best = larger(best, scores);
             store_wide(row + j, scores);
+            fetch(wanted, share);
         }
         float here = max_of_wide(best);
         shrink[r] = 1;
@@ -124,6 +116,7 @@ INLINE void attend(const int m, const float *q, const float *k, const float *v, 
             if (j + WIDE > left) e = pick_wide(first_lanes(left - j), e, splat_wide(0));
             sums += e;
             store_wide(row + j, e);
+            fetch(wanted, share);
         }
         state[r].weight = state[r].weight * shrink[r] + sum_wide(sums);
     }
@@ -133,11 +126,6 @@ INLINE void attend(const int m, const float *q, const float *k, const float *v, 
     for (; i + WIDE <= dim; i += WIDE) add_values(m, 1, 0, out + i, dim, shrink, p, v + i, at, n);
     if (i < dim) add_values(m, 1, 1, out + i, dim, shrink, p, v + i, at, n);
 }
-
-/* TOKENS tokens of one sequence, from token `from` on: the offsets of their slots, the last one repeated behind the context. */
-typedef struct {
-    int64_t sequence, from, at[TOKENS];
-} Chunk;
 
 /* The paged batch, as paged_attention gets it. */
 typedef struct {
@@ -159,15 +147,6 @@ static int find_chunk(const Batch *b, int64_t sequence, int64_t from, Chunk *chu
         return 1;
     }
     return 0;
-}
-
-/* Part `i` of `n` of the keys and values of a chunk is wanted soon. */
-INLINE void fetch(const float *k_cache, const float *v_cache, const Chunk *chunk, int64_t width, int64_t i, int64_t n) {
-    for (int64_t j = TOKENS * i / n; j < TOKENS * (i + 1) / n; j++)
-        for (int64_t c = 0; c < width; c += LINE) {
-            __builtin_prefetch(k_cache + chunk->at[j] + c, 0, 2);
-            __builtin_prefetch(v_cache + chunk->at[j] + c, 0, 2);
-        }
 }
 
 static int misplaced(const int32_t *table, const int32_t *starts, const int32_t *context, int64_t sequences, int64_t table_width,
@@ -197,12 +176,13 @@ int paged_attention(const float *q, const float *k_cache, const float *v_cache, 
         int64_t s = here->sequence, from = here->from, queries = starts[s + 1] - starts[s], first = context[s] - queries;
         more = find_chunk(&batch, s, from + TOKENS, next);
         for (int64_t g = 0; g < kv_heads; g++) {
-            if (more) fetch(k_cache, v_cache, next, width, g, kv_heads);
+            Wanted wanted = {next, k_cache, v_cache, width, TOKENS * g / kv_heads, more ? TOKENS * (g + 1) / kv_heads : 0};
             for (int64_t i = from > first ? from - first : 0; i < queries; i++) {
                 int64_t left = least(first + i + 1 - from, TOKENS), at = (starts[s] + i) * heads + g * group, end = at + group;
                 const float *query = q + (starts[s] + i) * q_stride + g * group * dim, *k = k_cache + g * dim, *v = v_cache + g * dim;
-                for (; at + 2 <= end; at += 2, query += 2 * dim) attend(2, query, k, v, here->at, left, dim, scale, states + at, out + at * dim);
-                if (at < end) attend(1, query, k, v, here->at, left, dim, scale, states + at, out + at * dim);
+                for (; at + 2 <= end; at += 2, query += 2 * dim)
+                    attend(2, query, k, v, here->at, left, dim, scale, states + at, out + at * dim, &wanted);
+                if (at < end) attend(1, query, k, v, here->at, left, dim, scale, states + at, out + at * dim, &wanted);
             }
         }
     }

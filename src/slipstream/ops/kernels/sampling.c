@@ -3,18 +3,20 @@
 
 enum { GROUP = 64 }; /* probabilities that are summed together: a draw walks over groups, then within one */
 
-static float row_max(const float *x, int64_t n, int64_t *where) {
-    v8 best = splat(-INFINITY);
+static float row_max(const float *x, int64_t n) {
+    vec best = splat_wide(-INFINITY);
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        v8 here = load(x + i);
-        best = pick(here > best, here, best);
-    }
-    float top = max_of(best);
+    for (; i + WIDE <= n; i += WIDE) best = larger(best, load_wide(x + i));
+    float top = max_of_wide(best);
     for (; i < n; i++) top = x[i] > top ? x[i] : top;
-    for (i = 0; i < n - 1 && x[i] != top;) i++;
-    *where = i;
     return top;
+}
+
+/* The first of the largest; the last place when there is none, which NaN causes. */
+static int64_t first_of(const float *x, int64_t n, float top) {
+    int64_t i = 0;
+    while (i < n - 1 && x[i] != top) i++;
+    return i;
 }
 
 /* x[i] = exp((x[i] - top) · inverse), 0 where that would underflow; sums[g] over groups. Returns the total. */
@@ -22,10 +24,10 @@ static double weigh(float *x, int64_t n, float top, float inverse, double *sums)
     double total = 0;
     for (int64_t from = 0, g = 0; from < n; from += GROUP, g++) {
         int64_t to = from + GROUP < n ? from + GROUP : n, i = from;
-        v8 parts = splat(0);
-        for (; i + 8 <= to; i += 8) {
-            v8 score = (load(x + i) - top) * inverse, e = pick(score < -87.0f, splat(0), exp8(score));
-            store(x + i, e);
+        vec parts = splat_wide(0);
+        for (; i + WIDE <= to; i += WIDE) {
+            vec score = (load_wide(x + i) - top) * inverse, e = pick_wide(score < -87.0f, splat_wide(0), exp_wide(score));
+            store_wide(x + i, e);
             parts += e;
         }
         float rest = 0;
@@ -34,7 +36,7 @@ static double weigh(float *x, int64_t n, float top, float inverse, double *sums)
             x[i] = score < -87.0f ? 0 : exp8(splat(score))[0];
             rest += x[i];
         }
-        sums[g] = (double)sum(parts) + rest;
+        sums[g] = (double)sum_wide(parts) + rest;
         total += sums[g];
     }
     return total;
@@ -61,10 +63,10 @@ int draw(float *logits, const float *temperature, const double *uniform, int64_t
     if (sums == NULL) return NO_MEMORY;
     for (int64_t r = 0; r < rows; r++) {
         float *x = logits + r * vocab;
-        int64_t token;
-        float top = row_max(x, vocab, &token), inverse = temperature[r] > 0 ? 1.0f / temperature[r] : 1.0f;
+        float top = row_max(x, vocab), inverse = temperature[r] > 0 ? 1.0f / temperature[r] : 1.0f;
+        int64_t token = temperature[r] > 0 ? -1 : first_of(x, vocab, top);
         double total = weigh(x, vocab, top, inverse, sums);
-        if (temperature[r] > 0) token = find(x, vocab, sums, uniform[r] * total);
+        if (token < 0) token = find(x, vocab, sums, uniform[r] * total);
         tokens[r] = token;
         logprobs[r] = (float)(log(x[token]) - log(total));
     }

@@ -117,18 +117,92 @@ INLINE float sum_wide(vec a) { return sum(a); }
 INLINE float max_of_wide(vec a) { return max_of(a); }
 #endif
 
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+/* Lane j of the result is the sum of the lanes of a[j]: in each step half of the lanes of two vectors are added to the other half. */
+#ifdef __AVX512F__
+INLINE vec add_pairs(vec a, vec b) {
+    return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+INLINE vec add_fours(vec a, vec b) {
+    return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+INLINE vec add_eights(vec a, vec b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+INLINE vec sum_four(const vec *a) { return add_fours(add_pairs(a[0], a[1]), add_pairs(a[2], a[3])); }
+INLINE vec sum_each(const vec *a) {
+    return add_eights(add_eights(sum_four(a), sum_four(a + 4)), add_eights(sum_four(a + 8), sum_four(a + 12)));
+}
+#else
+INLINE vec add_pairs(vec a, vec b) { return SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
+INLINE vec add_fours(vec a, vec b) { return SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
+INLINE vec sum_four(const vec *a) { return add_fours(add_pairs(a[0], a[1]), add_pairs(a[2], a[3])); }
+INLINE vec sum_each(const vec *a) {
+    vec low = sum_four(a), high = sum_four(a + 4);
+    return SHUFFLE(low, high, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+#endif
+
+/* Rows are interleaved in pairs, pairs in fours, and the halves of fours exchanged. */
+INLINE void transpose_8x8(const float *b, int64_t ldb, float *out, int64_t ldo) {
+    v8 pair[8], four[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) {
+        v8 x = load(b + i * ldb), y = load(b + (i + 1) * ldb);
+        pair[i] = __builtin_shufflevector(x, y, 0, 8, 1, 9, 4, 12, 5, 13);
+        pair[i + 1] = __builtin_shufflevector(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 8
+        for (int j = 0; j < 2; j++) {
+            four[i + 2 * j] = __builtin_shufflevector(pair[i + j], pair[i + 2 + j], 0, 1, 8, 9, 4, 5, 12, 13);
+            four[i + 2 * j + 1] = __builtin_shufflevector(pair[i + j], pair[i + 2 + j], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; i++) {
+        store(out + i * ldo, __builtin_shufflevector(four[i], four[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
+        store(out + (i + 4) * ldo, __builtin_shufflevector(four[i], four[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
+    }
+}
+
+/* b [rows, columns] with row length `ldb` -> out [columns, rows] with row length `ldo`. A block of 8 x 8 has its lines in the L1 cache. */
+static inline void transpose(const float *b, int64_t ldb, int64_t rows, int64_t columns, float *out, int64_t ldo) {
+    for (int64_t i = 0; i < rows; i += 8)
+        for (int64_t j = 0; j < columns; j += 8) {
+            if (i + 8 <= rows && j + 8 <= columns) {
+                transpose_8x8(b + i * ldb + j, ldb, out + j * ldo + i, ldo);
+                continue;
+            }
+            for (int64_t y = i; y < least(i + 8, rows); y++)
+                for (int64_t x = j; x < least(j + 8, columns); x++) out[x * ldo + y] = b[y * ldb + x];
+        }
+}
+
 /* ---- small matrix product -------------------------------------------------------------------------------------------- */
 
 /* A tile of sums fills the registers and leaves room for a row of b: 6 x 4 vecs of the 32 registers of AVX-512, 6 x 2 of the 16 of AVX2.
  * STRIP columns of DEPTH rows of b stay in the L1 cache while all rows of a pass, and all columns of them in the L2 cache. */
 enum { TILE_ROWS = 6, FULL = WIDE == 16 ? 4 : 2, STRIP = FULL * WIDE, DEPTH = 64 };
 
+/* Memory that is wanted soon: up to `end` it comes into the L2 cache while a tile is computed, as evenly as possible, since what waits for
+ * memory takes the places that reading from the L2 cache needs. `tiles` of a strip share what the strip is wide. */
+typedef struct {
+    const float *at, *end;
+    int64_t tiles;
+} Ahead;
+
 /* c[r] (+)= a[r] · b for `m` rows and `nv` vecs of columns (`half`: the only one is half); b is [depth, ...] with row length `ldb`.
  * Element i of row r is a[r][i · step]: a step above 1 walks down a column, which makes aᵀ · b. `add`: the sums start from c.
- * The first `fetched` rows of `ahead`, memory that is wanted soon, come into the L2 cache meanwhile: as much in a row as the tile is wide.
  * Every element is one chain of multiply-adds in the order of `depth`, whatever the tile: results do not depend on the batch. */
 INLINE void tile(const int m, const int nv, const int half, const float *const *a, int64_t step, const float *b, int64_t ldb,
-                 int64_t depth, float *const *c, int64_t column, int add, const float *ahead, int64_t fetched) {
+                 int64_t depth, float *const *c, int64_t column, int add, Ahead *ahead) {
+    const float *wanted = ahead->at, *end = ahead->end;
+    const int64_t lines = (nv * (WIDE / 8) + 2 * ahead->tiles - 1) / (2 * ahead->tiles);
     vec acc[TILE_ROWS][8];
 #pragma GCC unroll 8
     for (int r = 0; r < m; r++)
@@ -141,11 +215,8 @@ INLINE void tile(const int m, const int nv, const int half, const float *const *
         vec row[8];
 #pragma GCC unroll 8
         for (int j = 0; j < nv; j++) row[j] = half ? load_half(b) : load_wide(b + WIDE * j);
-        if (fetched-- > 0) {
-#pragma GCC unroll 8
-            for (int j = 0; j < nv * WIDE; j += LINE) __builtin_prefetch(ahead + j, 0, 2);
-            ahead += nv * WIDE;
-        }
+        if (wanted < end)
+            for (int64_t j = 0; j < lines; j++, wanted += LINE) __builtin_prefetch(wanted, 0, 2);
 #pragma GCC unroll 8
         for (int r = 0; r < m; r++) {
             vec x = splat_wide(a[r][i]);
@@ -161,13 +232,14 @@ INLINE void tile(const int m, const int nv, const int half, const float *const *
             if (half) store_half(to, acc[r][j]);
             else store_wide(to, acc[r][j]);
         }
+    ahead->at = wanted;
 }
 
 /* Columns [from, to) of up to TILE_ROWS rows: wide tiles for few rows, so that there are always enough independent chains. */
 static inline void tile_rows(int m, const float *const *a, int64_t step, const float *b, int64_t ldb, int64_t depth, float *const *c,
-                             int64_t from, int64_t to, int add, const float *ahead, int64_t fetched) {
+                             int64_t from, int64_t to, int add, Ahead *ahead) {
     int64_t at = from;
-#define TILE(M, NV, HALF) tile(M, NV, HALF, a, step, b + at, ldb, depth, c, at, add, ahead + (at - from) * fetched, fetched)
+#define TILE(M, NV, HALF) tile(M, NV, HALF, a, step, b + at, ldb, depth, c, at, add, ahead)
 #define TILES(M, NV) \
     for (; at + WIDE * NV <= to; at += WIDE * NV) TILE(M, NV, 0)
 #define REST(M)                  \
@@ -197,14 +269,14 @@ static inline void rows_times(int64_t n, const float *const *a, int64_t step, co
     const float *row[TILE_ROWS];
     for (int64_t d = 0; d < depth; d += DEPTH) {
         int64_t rows = least(DEPTH, depth - d);
-        const float *here = b + d * columns, *ahead = d + rows < depth ? here + rows * columns : next;
+        const float *here = b + d * columns, *wanted = d + rows < depth ? here + rows * columns : next;
+        Ahead ahead = {wanted, wanted, tiles};
         for (int64_t from = 0; from < columns; from += strip)
             for (int64_t i = 0; i < tiles; i++) {
                 int64_t begin = n * i / tiles, end = n * (i + 1) / tiles, to = least(from + strip, columns);
-                int64_t done = rows * i / tiles, fetched = ahead == NULL ? 0 : rows * (i + 1) / tiles - done;
                 for (int64_t r = begin; r < end; r++) row[r - begin] = a[r] + d * step;
-                tile_rows((int)(end - begin), row, step, here, columns, rows, c + begin, from, to, add || d > 0,
-                          ahead == NULL ? here : ahead + from * rows + (to - from) * done, fetched);
+                if (wanted != NULL) ahead.end = wanted + rows * (from + (to - from) * (i + 1) / tiles);
+                tile_rows((int)(end - begin), row, step, here, columns, rows, c + begin, from, to, add || d > 0, &ahead);
             }
     }
 }
