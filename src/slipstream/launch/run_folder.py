@@ -69,18 +69,20 @@ def held(folder: Path) -> Iterator[int]:
 
 
 def _lock(folder: Path, handle: int) -> None:
-    started, told = time.monotonic(), False
+    started = known = time.monotonic()
+    told = False
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            others, waited_s = holders(folder), time.monotonic() - started
+            others, now = holders(folder), time.monotonic()
+        known = now if others else known
         names = ", ".join(f"{title} (process {pid})" for pid, title in others.items()) or "another process"
-        if not all(title.startswith("slipstream ") for title in others.values()) or (not others and waited_s > 1):
+        if not all(title.startswith("slipstream ") for title in others.values()) or now > known + 1:
             raise ConfigError(
                 f"two runs on one folder: {folder} is in use by {names}. Wait for it, stop it, or choose another name with --set name=..."
             )
-        if waited_s > ENDING_S:
+        if now > started + ENDING_S:
             raise ConfigError(
                 f"{folder} is still in use by {names}, left over from a run whose supervisor was killed and not ended within "
                 f"{ENDING_S:g} s. End them (kill -9 {' '.join(map(str, others))}) and try again"
@@ -99,7 +101,7 @@ def holders(folder: Path) -> dict[int, str]:
         with contextlib.suppress(OSError, psutil.Error):  # ended meanwhile, or another user's
             if pid != os.getpid() and os.readlink(descriptor) == str(folder.resolve()):
                 found[pid] = " ".join(psutil.Process(pid).cmdline()).strip()
-    return found
+    return {pid: title for pid, title in found.items() if title}  # without one it is just ending
 
 
 def create(config: RunConfig) -> Path:

@@ -94,7 +94,7 @@ def test_a_second_run_on_a_folder_is_refused_with_the_process_id_of_the_first(co
 
 
 def test_roles_that_a_killed_supervisor_left_are_waited_for(config, capsys):
-    with another(config.folder, "slipstream trainer", 1) as left, run_folder.held(config.folder):
+    with another(config.folder, "slipstream trainer", 3) as left, run_folder.held(config.folder):
         assert left.wait(10) == 0
     assert f"waiting for slipstream trainer (process {left.pid})" in capsys.readouterr().err
 
