@@ -60,14 +60,14 @@ int experts(const float *x, const int64_t *ids, const float *gates, const float 
     return OK;
 }
 
-/* out [rows, columns] += aᵀ · b with a [n, rows] and b [n, columns]. */
-static void add_outer(int64_t n, const float *a, int64_t rows, const float *b, int64_t columns, float *out) {
+/* out [rows, columns] (+)= aᵀ · b with a [n, rows] and b [n, columns]. */
+static void outer(int64_t n, const float *a, int64_t rows, const float *b, int64_t columns, float *out, int add) {
     for (int64_t at = 0; at < rows; at += CHUNK) {
         int64_t m = least(rows - at, CHUNK);
         const float *from[CHUNK];
         float *to[CHUNK];
         for (int64_t r = 0; r < m; r++) from[r] = a + at + r, to[r] = out + (at + r) * columns;
-        rows_times(m, from, rows, b, n, columns, to, 1, NULL);
+        rows_times(m, from, rows, b, n, columns, to, add, NULL);
     }
 }
 
@@ -100,10 +100,12 @@ int experts_backward(const float *x, const int64_t *ids, const float *gates, con
     float *d_hidden = d_act + CHUNK * inner, *weighted = d_hidden + CHUNK * wide, *d_xs = weighted + CHUNK * inner;
     sort_pairs(ids, pairs, num_experts, start, order);
     memset(dx, 0, (size_t)(tokens * dim) * sizeof *dx);
-    memset(d_gate_up, 0, (size_t)(num_experts * dim * wide) * sizeof *d_gate_up);
-    memset(d_down, 0, (size_t)(num_experts * inner * dim) * sizeof *d_down);
     for (int64_t e = 0; e < num_experts; e++) {
-        if (start[e] == start[e + 1]) continue;
+        if (start[e] == start[e + 1]) {
+            memset(d_gate_up + e * dim * wide, 0, (size_t)(dim * wide) * sizeof *d_gate_up);
+            memset(d_down + e * inner * dim, 0, (size_t)(inner * dim) * sizeof *d_down);
+            continue;
+        }
         transpose(gate_up + e * dim * wide, wide, dim, wide, up_t, dim);
         transpose(down + e * inner * dim, dim, inner, dim, down_t, inner);
         for (int64_t at = start[e]; at < start[e + 1]; at += CHUNK) {
@@ -123,8 +125,8 @@ int experts_backward(const float *x, const int64_t *ids, const float *gates, con
             }
             rows_times(n, back, 1, up_t, wide, dim, to, 0, NULL);
             for (int64_t r = 0; r < n; r++) add_row(to[r], 1, dim, dx + order[at + r] / top_k * dim);
-            add_outer(n, xs, dim, d_hidden, wide, d_gate_up + e * dim * wide);
-            add_outer(n, weighted, inner, dys, dim, d_down + e * inner * dim);
+            outer(n, xs, dim, d_hidden, wide, d_gate_up + e * dim * wide, at > start[e]);
+            outer(n, weighted, inner, dys, dim, d_down + e * inner * dim, at > start[e]);
         }
     }
     free(start), free(up_t);

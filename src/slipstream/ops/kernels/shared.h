@@ -265,10 +265,10 @@ static inline void tile_rows(int m, const float *const *a, int64_t step, const f
  * product: the weights of a layer are larger than that cache, and few rows leave no time to wait for them. */
 static inline void rows_times(int64_t n, const float *const *a, int64_t step, const float *b, int64_t depth, int64_t columns,
                               float *const *c, int add, const float *next) {
-    int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS, strip = tiles == 1 ? columns : STRIP;
+    int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS, strip = tiles == 1 ? columns : STRIP, piece = next == NULL ? 2 * DEPTH : DEPTH;
     const float *row[TILE_ROWS];
-    for (int64_t d = 0; d < depth; d += DEPTH) {
-        int64_t rows = least(DEPTH, depth - d);
+    for (int64_t d = 0; d < depth; d += piece) {
+        int64_t rows = least(piece, depth - d);
         const float *here = b + d * columns, *wanted = d + rows < depth ? here + rows * columns : next;
         Ahead ahead = {wanted, wanted, tiles};
         for (int64_t from = 0; from < columns; from += strip)
