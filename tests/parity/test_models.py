@@ -45,9 +45,9 @@ MLA = {
 }
 YARN = {
     "rope_type": "yarn",
-    "rope_theta": 10000.0,
+    "rope_theta": 100.0,
     "factor": 8.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 64,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "beta_fast": 32,
