@@ -22,7 +22,7 @@ class EngineConfig(Section):
     block_tokens: int = Field(default=16, ge=1)
     """Tokens in a KV block."""
     kv_memory_mib: int = Field(default=128, ge=1)
-    """Memory for the paged KV cache (keys, values and routing rows)."""
+    """Memory for the paged KV cache (keys, values and routing rows); at least one sequence of model.seq_len must fit."""
     max_running: int = Field(default=64, ge=1)
     """Most sequences decoded together."""
     max_step_tokens: int = Field(default=512, ge=1)

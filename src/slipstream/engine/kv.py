@@ -22,11 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.engine.room import MIB, MIN_BLOCKS, block_bytes, routing_item_bytes
 from slipstream.errors import ConfigError, StateError
 from slipstream.models.spec import ModelSpec
 from slipstream.ops.native import in_large_pages
-
-_MIB = 1 << 20
 
 
 class BlockPool:
@@ -119,8 +118,8 @@ class KvCache:
     def __init__(self, spec: ModelSpec, block_tokens: int, memory_mib: int, dtype: torch.dtype, capture: bool) -> None:
         self.block_tokens = block_tokens
         self.num_moe_layers = len(spec.moe_layers) if capture else 0
-        self.row_dtype: np.dtype[Any] = np.dtype(np.uint8 if spec.num_experts <= 256 else np.uint16)
-        self.num_blocks = self._count(spec, memory_mib, dtype)
+        self.row_dtype: np.dtype[Any] = np.dtype(f"u{routing_item_bytes(spec)}")
+        self.num_blocks = self._count(memory_mib, block_bytes(spec, block_tokens, dtype.itemsize, capture))
         shape = (self.num_blocks, block_tokens, spec.num_kv_heads, spec.head_dim)
         self.keys, self.values = (
             [in_large_pages(torch.empty(shape, dtype=dtype)).zero_() for _ in range(spec.num_layers)] for _ in range(2)
@@ -129,15 +128,11 @@ class KvCache:
         self.routing = np.zeros(rows, self.row_dtype)
         self.versions_N = np.zeros(self.num_blocks, np.int32)
 
-    def _count(self, spec: ModelSpec, memory_mib: int, dtype: torch.dtype) -> int:
-        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-        if self.num_moe_layers:
-            token_bytes += self.num_moe_layers * spec.top_k * self.row_dtype.itemsize
-        block_bytes = token_bytes * self.block_tokens
-        count = memory_mib * _MIB // block_bytes
-        if count < 2:
+    def _count(self, memory_mib: int, size: int) -> int:
+        count = memory_mib * MIB // size
+        if count < MIN_BLOCKS:
             raise ConfigError(
-                f"engine.kv_memory_mib = {memory_mib} holds {count} blocks of {self.block_tokens} tokens ({block_bytes / _MIB:.2f} MiB "
+                f"engine.kv_memory_mib = {memory_mib} holds {count} blocks of {self.block_tokens} tokens ({size / MIB:.2f} MiB "
                 "each): raise engine.kv_memory_mib or lower engine.block_tokens"
             )
         return count

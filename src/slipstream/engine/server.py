@@ -27,7 +27,9 @@ from slipstream.engine.app import make_app
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.metrics import report, write_once
+from slipstream.engine.room import check_room
 from slipstream.errors import ConfigError, EngineUnavailable
+from slipstream.models.spec import ModelSpec
 from slipstream.observe.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ def serve_run(run_folder: Path, replica: int) -> int:
     _log_to_stderr()
     run_folder = Path(run_folder)
     config = load(RunConfig, [run_folder / "config.toml"])
+    check_room(ModelSpec.from_folder(config.model.path), config.engine, config.model.seq_len)
     engine = EmbeddedEngine(config.model.path, config.engine, config.model.seq_len, seed=config.seed + replica, version=-1)
     port = config.engine.port + replica if config.engine.port else 0
     return asyncio.run(_serve_run(engine, config, run_folder, replica, port))
@@ -49,6 +52,7 @@ def serve_run(run_folder: Path, replica: int) -> int:
 def serve_folder(model_folder: Path, engine_config: EngineConfig, seq_len: int) -> int:
     """Serve a model folder until SIGTERM or Ctrl-C; the exit status. Raises ConfigError or ModelError before it serves."""
     _log_to_stderr()
+    check_room(ModelSpec.from_folder(model_folder), engine_config, seq_len)
     engine = EmbeddedEngine(model_folder, engine_config, seq_len, version=0)
     return asyncio.run(_serve_folder(engine, engine_config, Path(model_folder)))
 

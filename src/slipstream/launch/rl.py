@@ -11,6 +11,7 @@ from rich.markup import escape
 from slipstream.algorithms.custom import import_function
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
+from slipstream.engine.room import check_room
 from slipstream.envs.base import count_tasks, load_env
 from slipstream.errors import ConfigError, ModelError
 from slipstream.launch import run_folder
@@ -82,6 +83,7 @@ def check_inputs(config: RunConfig) -> None:
             f"model.seq_len = {config.model.seq_len} and max_position_embeddings = {spec.max_positions} of {config.model.path}: "
             "the model was not made for sequences that long; lower model.seq_len"
         )
+    check_room(spec, config.engine, config.model.seq_len)
 
 
 def check_ports(config: RunConfig) -> None:

@@ -33,6 +33,7 @@ CHANGEABLE = (
     "checkpoint.",
     "eval.interval",
     "engine.host",
+    "engine.kv_memory_mib",
     "engine.port",
     "engine.replicas",
     "orchestrator.max_fruitless_groups",

@@ -8,6 +8,7 @@ from slipstream.config import RunConfig, load
 from slipstream.errors import ConfigError
 from slipstream.launch import rl, run_folder
 from slipstream.launch.topology import ProcessSpec
+from slipstream.models.maker import make_model
 
 
 @pytest.fixture
@@ -43,6 +44,16 @@ def test_a_taken_port_is_refused_before_the_earlier_run_is_cleaned(config, monke
     rl.check_ports(config)
     with pytest.raises(ConfigError, match=r"no\.such\.host"):
         rl.check_ports(config.replace(engine=config.engine.replace(host="no.such.host.invalid")))
+
+
+def test_a_kv_pool_without_room_for_one_sequence_is_refused_before_anything_starts(config, tmp_path):
+    make_model(tmp_path / "m", "tiny-moe", ["a b c"] * 9, vocab_size=300)
+    config = config.replace(
+        model={"path": str(tmp_path / "m"), "seq_len": 1024}, engine=config.engine.replace(kv_memory_mib=1, max_running=2)
+    )
+    with pytest.raises(ConfigError, match=r"kv_memory_mib = 1 and model.seq_len = 1024: .* use engine.kv_memory_mib = \d+ or more"):
+        rl.check_inputs(config)
+    assert not config.folder.exists()
 
 
 @pytest.mark.parametrize("key", ["trainer.loss", "envs[calculator].advantage"])
