@@ -37,7 +37,7 @@ def bind(model: Decoder, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | 
     layers = [_layer(block, cache, i) for i, block in enumerate(model.layers) if isinstance(block, Block)]
     cos_Pd, sin_Pd = _rope_tables(spec)
     sizes = FusedSizes(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.num_experts, spec.top_k, spec.norm_top_k, spec.rms_eps)
-    return FusedDecoder(sizes, layers, model.embed, model.norm, cos_Pd, sin_Pd, cache.routing, load_LE)
+    return FusedDecoder(sizes, layers, model.embed, model.head_weight, model.norm, cos_Pd, sin_Pd, cache.routing, load_LE)
 
 
 def _largest_matrix(model: Decoder) -> int:

@@ -87,13 +87,14 @@ class Runner:
             self._min_rows = MIN_ROWS if self._fused is None and model.embed.dtype == torch.float32 else 1
         batch = self._flat(plan)
         hidden_TD = self._forward_fused(self._fused, batch) if self._fused is not None else self._forward(model, batch, plan.num_tokens)
+        head = self._fused or model
         if plan.num_tokens == plan.num_decode:
-            return model.logits(hidden_TD)[: plan.num_tokens].float()
+            return head.logits(hidden_TD)[: plan.num_tokens].float()
         rows = batch.query_starts_S1[1 : len(plan.slots_S) + 1][plan.samples_S] - 1
         if not len(rows):
             return torch.zeros(0, model.spec.vocab_size)
         padded = np.concatenate([rows, np.repeat(rows[:1], max(0, self._min_rows - len(rows)))])
-        return model.logits(hidden_TD[torch.from_numpy(padded)])[: len(rows)].float()
+        return head.logits(hidden_TD[torch.from_numpy(padded)])[: len(rows)].float()
 
     def _forward_fused(self, fused: FusedDecoder, b: FlatBatch) -> torch.Tensor:
         return fused.forward(b.tokens_T, b.positions_T, b.slots_T, b.block_table_SB, b.query_starts_S1, b.context_S)

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops.native import LANES, check, in_large_pages, library
 
+HEAD_COLUMNS = 256
+"""As in kernels/decoder.c: tokens of a panel of the head."""
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -79,13 +82,14 @@ class FusedSizes:
 
 
 class FusedDecoder:
-    """Holds the pointers (and keeps what they point at alive). Build one per set of weights: it copies nothing."""
+    """Holds the pointers (and keeps what they point at alive). Build one per set of weights: it copies nothing but the head."""
 
     def __init__(
         self,
         sizes: FusedSizes,
         layers: Sequence[FusedLayer],
         embed_VD: Tensor,
+        head_VD: Tensor,
         norm_D: Tensor,
         cos_Pd: Tensor,
         sin_Pd: Tensor,
@@ -96,6 +100,7 @@ class FusedDecoder:
         kernels = library()
         assert kernels is not None
         kernels.decoder_forward.restype, kernels.decoder_forward.argtypes = ctypes.c_int, [_P, _P, _P, _P]
+        kernels.logits.restype, kernels.logits.argtypes = None, [_P, _P, _P, _I, _I, _I]
         kernels.decoder_scratch.restype, kernels.decoder_scratch.argtypes = _I, [_P, _I]
         for layer in layers:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -115,6 +120,10 @@ class FusedDecoder:
             *((routing.ctypes.data, load_LE.ctypes.data) if wanted else (None, None)),
             *(sizes.eps, sizes.head_dim**-0.5),
         )
+        self._head_VD = head_VD
+        self._panels: Tensor | None = None
+        if len(head_VD) % LANES == 0:
+            self._panels = in_large_pages(torch.cat([panel_VD.t().flatten() for panel_VD in head_VD.split(HEAD_COLUMNS)]))
         self._scratch = torch.empty(0)
 
     def forward(
@@ -144,6 +153,14 @@ class FusedDecoder:
         )
         check(code, "decoder_forward")
         return out_TD
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """[T, V] of hidden states as `forward` returns them. Where V fills vectors, bitwise independent of the other rows."""
+        if self._panels is None:
+            return F.linear(hidden_TD, self._head_VD)
+        out_TV = torch.empty(len(hidden_TD), len(self._head_VD))
+        self._kernels.logits(hidden_TD.data_ptr(), self._panels.data_ptr(), out_TV.data_ptr(), *hidden_TD.shape, len(self._head_VD))
+        return out_TV
 
 
 def can_fuse(tensors: Sequence[Tensor], feature_counts: Sequence[int], head_dim: int) -> bool:

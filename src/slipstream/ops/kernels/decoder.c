@@ -161,3 +161,16 @@ int decoder_forward(const Decoder *m, const Step *s, float *scratch, float *out)
     rms_norm(x, m->norm, out, n, 1, m->hidden, m->hidden, (float)m->eps);
     return OK;
 }
+
+/* out [n, vocab] = hidden [n, dim] · headᵀ. `head` lies in panels of HEAD_COLUMNS tokens (fewer in the last), each [dim, tokens]. */
+void logits(const float *hidden, const float *head, float *out, int64_t n, int64_t dim, int64_t vocab) {
+    enum { HEAD_COLUMNS = 256, MOST = 256 };
+    const float *from[MOST];
+    float *to[MOST];
+    for (int64_t at = 0; at < n; at += MOST)
+        for (int64_t v = 0; v < vocab; v += HEAD_COLUMNS) {
+            int64_t rows = least(MOST, n - at), columns = least(HEAD_COLUMNS, vocab - v), next = v + columns;
+            for (int64_t r = 0; r < rows; r++) from[r] = hidden + (at + r) * dim, to[r] = out + (at + r) * vocab + v;
+            rows_times(rows, from, 1, head + v * dim, dim, columns, to, 0, next < vocab ? head + next * dim : NULL);
+        }
+}

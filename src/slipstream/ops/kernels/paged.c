@@ -161,14 +161,29 @@ static int misplaced(const int32_t *table, const int32_t *starts, const int32_t 
     return 0;
 }
 
-int paged_attention(const float *q, const float *k_cache, const float *v_cache, const int32_t *table, const int32_t *starts,
-                    const int32_t *context, float *out, int64_t sequences, int64_t table_width, int64_t q_stride, int64_t tokens,
-                    int64_t heads, int64_t kv_heads, int64_t dim, int64_t blocks, int64_t block, float scale) {
-    int64_t width = kv_heads * dim, group = heads / kv_heads;
+/* Keys or values of one head and `count` tokens of a chunk, from bf16 to rows of floats. */
+static void widen(const uint16_t *cache, const int64_t *at, int64_t count, int64_t dim, float *out) {
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t c = 0; c < dim; c++) {
+            uint32_t bits = (uint32_t)cache[at[j] + c] << 15;
+            memcpy(out + j * dim + c, &bits, sizeof bits);
+        }
+}
+
+/* `half`: the cache is bf16, and each chunk of a head is widened once for all queries; else it is float. */
+INLINE int paged(const int half, const float *q, const void *k_cache, const void *v_cache, const int32_t *table, const int32_t *starts,
+                 const int32_t *context, float *out, int64_t sequences, int64_t table_width, int64_t q_stride, int64_t tokens,
+                 int64_t heads, int64_t kv_heads, int64_t dim, int64_t blocks, int64_t block, float scale) {
+    int64_t width = kv_heads * dim, group = heads / kv_heads, rows[TOKENS];
     if (misplaced(table, starts, context, sequences, table_width, tokens, blocks, block)) return BAD_INDEX;
     Seen *states = malloc((size_t)(tokens * heads + 1) * sizeof *states);
-    if (states == NULL) return NO_MEMORY;
+    float *wide = half ? malloc((size_t)(2 * TOKENS * dim) * sizeof *wide) : NULL;
+    if (states == NULL || (half && wide == NULL)) {
+        free(states), free(wide);
+        return NO_MEMORY;
+    }
     for (int64_t i = 0; i < tokens * heads; i++) states[i] = (Seen){-INFINITY, 0};
+    for (int64_t j = 0; j < TOKENS; j++) rows[j] = j * dim;
     memset(out, 0, (size_t)(tokens * heads * dim) * sizeof *out);
     const Batch batch = {table, starts, context, sequences, table_width, block, width};
     Chunk chunks[2], *here = chunks, *next = chunks + 1, *other;
@@ -176,18 +191,42 @@ int paged_attention(const float *q, const float *k_cache, const float *v_cache, 
         int64_t s = here->sequence, from = here->from, queries = starts[s + 1] - starts[s], first = context[s] - queries;
         more = find_chunk(&batch, s, from + TOKENS, next);
         for (int64_t g = 0; g < kv_heads; g++) {
-            Wanted wanted = {next, k_cache, v_cache, width, TOKENS * g / kv_heads, more ? TOKENS * (g + 1) / kv_heads : 0};
+            const float *k = wide, *v = wide + TOKENS * dim;
+            const int64_t *at = rows;
+            Wanted wanted = {next, k_cache, v_cache, width, TOKENS * g / kv_heads, more && !half ? TOKENS * (g + 1) / kv_heads : 0};
+            if (half) {
+                int64_t count = least(round_up(context[s] - from, WIDE), TOKENS); /* find_chunk repeats the last token to the end */
+                widen((const uint16_t *)k_cache + g * dim, here->at, count, dim, wide);
+                widen((const uint16_t *)v_cache + g * dim, here->at, count, dim, wide + TOKENS * dim);
+            } else {
+                k = (const float *)k_cache + g * dim, v = (const float *)v_cache + g * dim, at = here->at;
+            }
             for (int64_t i = from > first ? from - first : 0; i < queries; i++) {
-                int64_t left = least(first + i + 1 - from, TOKENS), at = (starts[s] + i) * heads + g * group, end = at + group;
-                const float *query = q + (starts[s] + i) * q_stride + g * group * dim, *k = k_cache + g * dim, *v = v_cache + g * dim;
-                for (; at + 2 <= end; at += 2, query += 2 * dim)
-                    attend(2, query, k, v, here->at, left, dim, scale, states + at, out + at * dim, &wanted);
-                if (at < end) attend(1, query, k, v, here->at, left, dim, scale, states + at, out + at * dim, &wanted);
+                int64_t left = least(first + i + 1 - from, TOKENS), row = (starts[s] + i) * heads + g * group, end = row + group;
+                const float *query = q + (starts[s] + i) * q_stride + g * group * dim;
+                for (; row + 2 <= end; row += 2, query += 2 * dim)
+                    attend(2, query, k, v, at, left, dim, scale, states + row, out + row * dim, &wanted);
+                if (row < end) attend(1, query, k, v, at, left, dim, scale, states + row, out + row * dim, &wanted);
             }
         }
     }
     for (int64_t i = 0; i < tokens * heads; i++)
         for (int64_t c = 0; c < dim; c += 8) store(out + i * dim + c, load(out + i * dim + c) / states[i].weight);
-    free(states);
+    free(states), free(wide);
     return OK;
+}
+
+int paged_attention(const float *q, const float *k_cache, const float *v_cache, const int32_t *table, const int32_t *starts,
+                    const int32_t *context, float *out, int64_t sequences, int64_t table_width, int64_t q_stride, int64_t tokens,
+                    int64_t heads, int64_t kv_heads, int64_t dim, int64_t blocks, int64_t block, float scale) {
+    return paged(0, q, k_cache, v_cache, table, starts, context, out, sequences, table_width, q_stride, tokens, heads, kv_heads, dim,
+                 blocks, block, scale);
+}
+
+/* The same with a bf16 cache; queries and results are floats. */
+int paged_attention_bf16(const float *q, const uint16_t *k_cache, const uint16_t *v_cache, const int32_t *table, const int32_t *starts,
+                         const int32_t *context, float *out, int64_t sequences, int64_t table_width, int64_t q_stride, int64_t tokens,
+                         int64_t heads, int64_t kv_heads, int64_t dim, int64_t blocks, int64_t block, float scale) {
+    return paged(1, q, k_cache, v_cache, table, starts, context, out, sequences, table_width, q_stride, tokens, heads, kv_heads, dim,
+                 blocks, block, scale);
 }
