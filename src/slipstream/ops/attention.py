@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.errors import StateError
-from slipstream.ops.native import LANES, check, dense_tokens, loaded, native_for
+from slipstream.ops.native import LANES, check, dense_tokens, library, loaded, native_for
 
 
 class DocLayout:
@@ -144,24 +144,26 @@ def paged_attention(
     with c tokens in the cache is the token at position c - n + i and sees positions up to its own.
     `block_table` int32 [S, max blocks]: block of each B tokens, in order (what lies behind the context is ignored);
     `query_starts` int32 [S + 1]: first row in `q` of each sequence, then T; `context` int32 [S]: tokens in the cache,
-    queries included. No gradient. Computed in fp32 whatever the dtype of the cache. Native for fp32 and d a multiple of 8; then a
-    token's result is bitwise the same whether it was a decode row or part of a prefill chunk.
+    queries included. No gradient. Computed in fp32 whatever the dtype of the cache. Native for fp32 and bf16 on the CPU and d a multiple
+    of 8; then a token's result is bitwise the same whether it was a decode row or part of a prefill chunk.
     """
     _check_cache(k_cache_NBGd, v_cache_NBGd)
     _check_batch(block_table_SB, query_starts_S1, context_S)
     (tokens, heads, dim), (blocks, block_tokens, kv_heads, cache_dim) = q_THd.shape, k_cache_NBGd.shape
     if heads % kv_heads or dim != cache_dim:
         raise StateError(f"paged_attention: q has {heads} heads of {dim}, the cache {kv_heads} heads of {cache_dim}")
-    kernels = native_for(q_THd, k_cache_NBGd, v_cache_NBGd)
+    half = q_THd.dtype is k_cache_NBGd.dtype is v_cache_NBGd.dtype is torch.bfloat16 and k_cache_NBGd.is_cpu
+    kernels = library() if half else native_for(q_THd, k_cache_NBGd, v_cache_NBGd)
     if kernels is None or dim % LANES:
         return paged_attention_reference(q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, scale)
-    q_THd = dense_tokens(q_THd)
-    out_THd = torch.empty_like(q_THd)
+    q_THd = dense_tokens(q_THd.float())
+    out_THd = q_THd.new_empty(q_THd.shape)
     inputs = (q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, out_THd)
     sequences, width = block_table_SB.shape
     sizes = (sequences, width, q_THd.stride(0), tokens, heads, kv_heads, dim, blocks, block_tokens)
-    check(kernels.paged_attention(*[x.data_ptr() for x in inputs], *sizes, scale), "paged_attention")
-    return out_THd
+    attend = kernels.paged_attention_bf16 if half else kernels.paged_attention
+    check(attend(*[x.data_ptr() for x in inputs], *sizes, scale), "paged_attention")
+    return out_THd.bfloat16() if half else out_THd
 
 
 def _check_cache(k_cache_NBGd: Tensor, v_cache_NBGd: Tensor) -> None:

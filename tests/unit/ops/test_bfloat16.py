@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.ops import doc_attention, rms_norm, rope
+from slipstream.ops import doc_attention, paged_attention, rms_norm, rope
+from tests.unit.ops.helpers import paged_inputs
 
 
 def _bf16(*shape: int, seed: int) -> torch.Tensor:
@@ -36,3 +37,11 @@ def test_document_attention_in_bfloat16_is_the_fp32_attention_rounded_once():
     q, k, v = _bf16(9, 4, 16, seed=6), _bf16(9, 2, 16, seed=7), _bf16(9, 2, 16, seed=8)
     rough = doc_attention(q, k, v, [0, 4, 9], 0.25)
     assert torch.equal(rough, doc_attention(q.float(), k.float(), v.float(), [0, 4, 9], 0.25).bfloat16())
+
+
+def test_paged_attention_over_a_bfloat16_cache_is_the_fp32_attention_over_its_values_rounded_once():
+    for head_dim, contexts in ((16, [1, 64, 65]), (24, [130, 7, 63]), (64, [200, 128, 3])):
+        inputs = paged_inputs([1, 3, 2], [contexts[0], max(3, contexts[1]), max(2, contexts[2])], 6, 2, head_dim, 8)
+        halves = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
+        exact = paged_attention(*[x.float() if x.is_floating_point() else x for x in halves], scale=0.2)
+        assert torch.equal(paged_attention(*halves, scale=0.2), exact.bfloat16())

@@ -165,7 +165,7 @@ static int misplaced(const int32_t *table, const int32_t *starts, const int32_t 
 static void widen(const uint16_t *cache, const int64_t *at, int64_t count, int64_t dim, float *out) {
     for (int64_t j = 0; j < count; j++)
         for (int64_t c = 0; c < dim; c++) {
-            uint32_t bits = (uint32_t)cache[at[j] + c] << 15;
+            uint32_t bits = (uint32_t)cache[at[j] + c] << 16;
             memcpy(out + j * dim + c, &bits, sizeof bits);
         }
 }
