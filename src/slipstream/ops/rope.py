@@ -20,8 +20,8 @@ from slipstream.ops.native import dense_tokens, loaded, native_for
 def rope(q_THd: Tensor, k_TGd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the pairs (i, i + r/2) of every head by the token's angles; returns new (q, k).
 
-    `cos` and `sin` repeat themselves in both halves, as in `cat(freqs, freqs)`. Native, also with gradients, on the CPU (bf16 is widened there,
-    and rounded once at the end).
+    `cos` and `sin` repeat themselves in both halves, as in `cat(freqs, freqs)`. Native, also with gradients, on the CPU; bf16 is widened
+    there, and rounded once at the end.
     Source: Su et al., "RoFormer", 2021, section 3.2; the pairing of halves is that of GPT-NeoX.
     """
     (tokens, _, dim), (_, kv_heads, _), (_, rotary) = q_THd.shape, k_TGd.shape, cos_Tr.shape
