@@ -121,6 +121,8 @@ class RunConfig(Section):
     """Optimizer steps."""
     stop_at_eval: float | None = None
     """End early once an online evaluation (avg@k over all environments) reaches this."""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """End early, with a last evaluation and checkpoint, at the first step after this much time since the start or the latest `--resume`."""
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()

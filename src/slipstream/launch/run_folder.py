@@ -30,6 +30,7 @@ from slipstream.transport.files import write_atomically
 CHANGEABLE = (
     "max_steps",
     "stop_at_eval",
+    "max_minutes",
     "checkpoint.",
     "eval.interval",
     "engine.host",

@@ -90,13 +90,14 @@ class Orchestrator:
         self._can_collect, self._can_learn = Wake(), Wake()
         self._groups = self._fruitless = 0
         self._credits: dict[str, float] = {}
-        self._rate_opens_at = self._loop_lag_s = 0.0
+        self._rate_opens_at = self._loop_lag_s = self._began = 0.0
 
     # ---- the run ----
 
     async def run(self) -> str:
-        """Returns the reason for the end: 'max_steps', 'stop_at_eval', or 'fruitless: ...'. Tells the trainer on every way out."""
-        reason = "stopped"
+        """Returns the reason for the end: 'max_steps', 'stop_at_eval', 'max_minutes' or 'fruitless: ...'. Tells the trainer on every way
+        out."""
+        reason, self._began = "stopped", asyncio.get_running_loop().time()
         try:
             await self._restore()
             await self._work()
@@ -135,6 +136,8 @@ class Orchestrator:
         """
         while self.step <= self.config.max_steps and (taken := await self._next_batch()):
             await self._ship(self.step - 1, taken)
+            if self._out_of_time():
+                self.stop("max_minutes")
         self.stop("max_steps")
 
     async def publish(self) -> None:
@@ -289,6 +292,10 @@ class Orchestrator:
         self._can_collect.set()
 
     # ---- learn ----
+
+    def _out_of_time(self) -> bool:
+        limit = self.config.max_minutes
+        return limit is not None and asyncio.get_running_loop().time() - self._began >= 60.0 * limit
 
     async def _next_batch(self) -> list[Ready] | None:
         """The rollouts of batch `self.step`, which then moves on; None when the run stops first."""

@@ -1,6 +1,6 @@
 """The orchestrator's process: build the real parts of a run folder, run the loop, answer with an exit code.
 
-    0    the run is complete ('max_steps' or 'stop_at_eval')
+    0    the run is complete ('max_steps', 'stop_at_eval' or 'max_minutes')
     3    it stopped because there is nothing to learn; the reason is the last line of the log
     143  SIGTERM: what was in flight is dropped and counted; `--resume` goes on at the next step
 
@@ -58,7 +58,7 @@ def main(run_folder: Path) -> int:
         reason = loop.run_until_complete(_run(run_folder, config, ledger, metrics, watchdog))
         ledger.audit()
     print(f"orchestrator: {reason}", file=sys.stderr, flush=True)
-    return {"max_steps": COMPLETE, "stop_at_eval": COMPLETE, "stopped": TERMINATED}.get(reason, FRUITLESS)
+    return {"max_steps": COMPLETE, "stop_at_eval": COMPLETE, "max_minutes": COMPLETE, "stopped": TERMINATED}.get(reason, FRUITLESS)
 
 
 async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: MetricsWriter, watchdog: Watchdog) -> str:

@@ -95,6 +95,14 @@ def test_a_run_stops_once_an_evaluation_is_good_enough():
     assert run.engine.live.number == max(run.trainer.trained)
 
 
+def test_a_run_ends_at_the_first_step_after_its_time_with_an_evaluation_of_the_last_version():
+    _, whole = play(max_steps=50, eval={"tasks": 4, "interval": 100})
+    reason, run = play(max_steps=50, max_minutes=0.05, eval={"tasks": 4, "interval": 100})
+    assert reason == run.trainer.finished == "max_minutes"
+    assert 1 <= len(run.trainer.trained) < len(whole.trainer.trained) == 50
+    assert events(run, "eval")[-1]["version"] == max(run.trainer.trained)
+
+
 def test_a_cancelled_run_drops_what_is_in_flight_and_tells_the_trainer():
     run = None
 

@@ -107,7 +107,9 @@ def test_a_second_orchestrator_on_the_folder_is_refused_before_it_touches_anythi
     lock.close()
 
 
-@pytest.mark.parametrize(("reason", "code"), [("max_steps", 0), ("stop_at_eval", 0), ("stopped", 143), ("fruitless: ...", 3)])
+@pytest.mark.parametrize(
+    ("reason", "code"), [("max_steps", 0), ("stop_at_eval", 0), ("max_minutes", 0), ("stopped", 143), ("fruitless: ...", 3)]
+)
 def test_exit_codes_say_how_the_run_ended(reason, code, folder, monkeypatch):
     async def run(*args):
         return reason
