@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.observe.rollouts import RolloutWriter
 from slipstream.ports import Trainer
 from slipstream.transport.files import naming
-from slipstream.transport.weights import list_versions, version_folder
+from slipstream.transport.weights import retire
 from slipstream.types import Batch, Rollout
 
 
@@ -78,15 +76,7 @@ class RunStore:
             await asyncio.to_thread(self._writer.write_eval, version, rollouts)
 
     async def retire_weights(self, oldest: int) -> None:
-        for number in list_versions(self._weights):
-            if number < oldest:
-                await asyncio.to_thread(_remove, version_folder(self._weights, number))
-
-
-def _remove(folder: Path) -> None:
-    """Delete a folder that the trainer may be deleting too."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+        await asyncio.to_thread(retire, self._weights, oldest)
 
 
 class FolderLock:

@@ -1,4 +1,7 @@
-"""Publishing a policy version: HF-named tensors into weights/vN, whole or not at all. Knows nothing of training."""
+"""Publishing a policy version: HF-named tensors into weights/vN, whole or not at all.
+
+Knows nothing of training, nor of when a version is old: the orchestrator knows what engines read, and retires the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 import torch
 
 from slipstream.trainer.checkpoint import write_tensors
-from slipstream.transport.weights import TENSORS_FILE, list_versions, seal, version_folder
+from slipstream.transport.weights import TENSORS_FILE, seal
 from slipstream.types import PolicyVersion
 
 
@@ -24,9 +27,3 @@ def publish(weights: Path, number: int, tensors: Mapping[str, torch.Tensor], par
     temp.mkdir(parents=True)
     write_tensors(temp / TENSORS_FILE, tensors)
     return seal(temp, weights, number, parent)
-
-
-def prune_versions(weights: Path, keep_last: int) -> None:
-    """Remove all but the newest versions. A reader that has the file open keeps it: the bytes live until it closes."""
-    for number in list_versions(weights)[:-keep_last]:
-        shutil.rmtree(version_folder(weights, number))

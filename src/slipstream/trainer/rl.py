@@ -27,7 +27,7 @@ from slipstream.models.hf import hf_tensors, save_folder
 from slipstream.models.load import load_model
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.trainer import checkpoint, progress
-from slipstream.trainer.publish import prune_versions, publish
+from slipstream.trainer.publish import publish
 from slipstream.trainer.step import Learner, StepOutcome
 from slipstream.transport.codec import encode_batch
 from slipstream.transport.files import write_durably
@@ -35,8 +35,6 @@ from slipstream.transport.folder import Finish, FolderInbox, batch_path, list_ba
 from slipstream.types import Batch
 
 HEARTBEAT_S = 5.0
-SPARE_VERSIONS = 8
-"""Policy versions kept on disk beyond those that a running rollout may have been sampled with: engines that start or lag load them."""
 
 
 def main(run_folder: Path) -> int:
@@ -134,7 +132,6 @@ class RlTrainer:
         weights = self.run_folder / "weights"
         with self._timed("publish", self.step) as timing:
             publish(weights, self.step, hf_tensors(self.learner.weights.compute), self.step - 1 if self.step else None)
-            prune_versions(weights, self.config.orchestrator.max_off_policy_steps + SPARE_VERSIONS)
         self.metrics.log(self.step, {"trainer/time/publish_s": timing["seconds"]})
 
     def _checkpoint(self, final: bool = False) -> None:

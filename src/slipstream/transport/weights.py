@@ -9,11 +9,13 @@ File format: https://huggingface.co/docs/safetensors (8-byte little-endian heade
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from slipstream.types import PolicyVersion
 SCHEMA = 1
 TENSORS_FILE = "model.safetensors"
 VERSION_FILE = "version.json"
+_RETIRED = ".old-v"
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
@@ -95,19 +98,32 @@ def seal(temp: Path, weights: Path, number: int, parent: int | None) -> PolicyVe
     values = {"schema": SCHEMA, "number": number, "fingerprint": fingerprint, "parent": parent, "tensors": hashes}
     (temp / VERSION_FILE).write_text(json.dumps(values))
     final = version_folder(weights, number)
-    if final.exists():
-        if _fingerprint_of(final) == fingerprint:
-            shutil.rmtree(temp)
-            return read_version(final)
-        shutil.rmtree(final)
+    published = _published(final)
+    if published is not None and published.fingerprint == fingerprint:
+        shutil.rmtree(temp)
+        return published
+    shutil.rmtree(final, ignore_errors=True)  # it may be retired at this moment; what is left of it fails the rename
     os.rename(temp, final)
     return PolicyVersion(number, fingerprint, parent, str(final))
 
 
-def _fingerprint_of(folder: Path) -> str | None:
-    """What is published in `folder`; None when that is not readable (a power loss while it was written)."""
+def retire(weights: Path, oldest: int) -> None:
+    """Delete the versions below `oldest`. Each disappears at once; a reader that has a file of it open keeps the bytes.
+
+    The trainer may publish one of them again meanwhile (a step trained again after a crash).
+    """
+    for number in list_versions(weights):
+        if number < oldest:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(version_folder(weights, number), weights / f"{_RETIRED}{number}-{time.monotonic_ns()}")
+    for folder in weights.glob(f"{_RETIRED}*"):
+        shutil.rmtree(folder)
+
+
+def _published(folder: Path) -> PolicyVersion | None:
+    """What is published in `folder`; None for nothing, or nothing readable (a power loss while it was written)."""
     try:
-        return read_version(folder).fingerprint
+        return read_version(folder)
     except (ModelError, WireError):
         return None
 

@@ -1,3 +1,4 @@
+import contextlib
 import socket
 import sys
 
@@ -28,20 +29,30 @@ def test_the_reason_of_a_failure_is_shown_as_it_is(config, monkeypatch, capsys):
     assert reason in shown and "No batch was trained yet" in shown
 
 
+def two_free_ports() -> int:
+    """The first of two free neighbours, below those that the kernel hands out by itself."""
+    for port in range(20_000, 30_000, 2):
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
+    raise AssertionError("no two free ports")
+
+
 def test_a_taken_port_is_refused_before_the_earlier_run_is_cleaned(config, monkeypatch):
     monkeypatch.setattr(rl, "check_inputs", lambda config: None)
     run_folder.create(config)
+    port = two_free_ports()
+    config = config.replace(engine=config.engine.replace(port=port, replicas=2))
+    rl.check_ports(config)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port + 1))
         taken.listen()
-        port = taken.getsockname()[1]
-        config = config.replace(engine=config.engine.replace(port=port - 1, replicas=2))
         with pytest.raises(
-            ConfigError, match=rf"engine.port = {port - 1}.* cannot listen on port {port}: Address already in use.*another engine.port"
+            ConfigError, match=rf"engine.port = {port}.* cannot listen on port {port + 1}: Address already in use.*another engine.port"
         ):
             rl.run(config, resume=False, clean=True)
     assert (config.folder / "config.toml").exists()
-    rl.check_ports(config)
     with pytest.raises(ConfigError, match=r"no\.such\.host"):
         rl.check_ports(config.replace(engine=config.engine.replace(host="no.such.host.invalid")))
 

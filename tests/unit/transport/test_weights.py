@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.errors import ModelError, WireError
-from slipstream.trainer.publish import prune_versions, publish
+from slipstream.trainer.publish import publish
 from slipstream.transport.weights import (
     TENSORS_FILE,
     fingerprint,
@@ -19,6 +20,7 @@ from slipstream.transport.weights import (
     list_versions,
     read_header,
     read_version,
+    retire,
     verify,
     version_folder,
 )
@@ -71,8 +73,26 @@ def test_versions_are_listed_in_order_and_unfinished_ones_are_not(tmp_path):
         publish(tmp_path, number, tensors(number), parent=None)
     (tmp_path / ".tmp-v000011").mkdir()
     assert list_versions(tmp_path) == [0, 2, 10]
-    prune_versions(tmp_path, keep_last=2)
-    assert list_versions(tmp_path) == [2, 10]
+
+
+def test_versions_are_retired_while_the_trainer_publishes_them_again(tmp_path):
+    """Neither side fails, and in the end the one that was published last is whole."""
+
+    def publish_again():
+        for i in range(600):
+            publish(tmp_path, 1, tensors(float(i % 2)), parent=0)
+
+    with ThreadPoolExecutor() as threads:
+        publishing = threads.submit(publish_again)
+        while not publishing.done():
+            retire(tmp_path, 2)
+        publishing.result()
+    last = publish(tmp_path, 1, tensors(), parent=0)
+    verify(last)
+    retire(tmp_path, 1)
+    assert list_versions(tmp_path) == [1]
+    retire(tmp_path, 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_publishing_over_a_leftover_of_a_crash_or_an_older_version_of_the_number_replaces_it(tmp_path):
