@@ -67,6 +67,11 @@ def test_a_number_that_makes_no_sense_names_its_option(args, said):
     assert result.exit_code == 2 and f"Invalid value for '{said}'" in result.stderr
 
 
+def test_a_negative_seed_in_a_run_file_is_refused(place, monkeypatch, capsys):
+    code, said = run(monkeypatch, capsys, "rl", "run.toml", "--set", "seed=-1")
+    assert code == 2 and "seed = -1: Input should be greater than or equal to 0" in said
+
+
 @pytest.mark.parametrize("command", ["summary", "report", "rollouts"])
 def test_a_run_that_is_not_there_names_those_that_are(place, monkeypatch, capsys, command):
     (place / "runs" / "first").mkdir(parents=True)

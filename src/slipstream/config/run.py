@@ -116,7 +116,7 @@ class RunConfig(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Folder under `runs_dir`."""
     runs_dir: Path = Path("runs")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     stop_at_eval: float | None = None
