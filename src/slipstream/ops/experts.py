@@ -45,7 +45,7 @@ def _forward(kernels: ctypes.CDLL, inputs: Sequence[Tensor], hidden_NF: Tensor |
     pointers = [x.data_ptr() for x in (x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID, y_TD)]
     kept = None if hidden_NF is None else hidden_NF.data_ptr()
     num_experts, inner, dim = down_EID.shape
-    check(kernels.experts(*pointers, kept, *ids_TK.shape, num_experts, dim, inner), "experts")
+    check(kernels.experts(*pointers, kept, None, *ids_TK.shape, num_experts, dim, inner), "experts")
     return y_TD
 
 

@@ -13,7 +13,7 @@ int paged_attention(const float *q, const float *k_cache, const float *v_cache, 
                     const int32_t *context, float *out, int64_t sequences, int64_t table_width, int64_t q_stride, int64_t tokens,
                     int64_t heads, int64_t kv_heads, int64_t dim, int64_t blocks, int64_t block, float scale);
 int experts(const float *x, const int64_t *ids, const float *gates, const float *gate_up, const float *down, float *y, float *hidden,
-            int64_t tokens, int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner);
+            const float *after, int64_t tokens, int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner);
 
 /* The structs are mirrored field by field in fused.py. Pointers that a model does not have are NULL. */
 typedef struct {
@@ -122,7 +122,7 @@ static int attention(const Decoder *m, const Layer *l, const Step *s, float *x, 
 }
 
 static int feed_forward(const Decoder *m, const Layer *l, const Step *s, int64_t moe_layer, float *x, const float *normed, float *y,
-                        float *scores, float *gates, int64_t *ids) {
+                        float *scores, float *gates, int64_t *ids, const float *after) {
     int64_t n = s->count, num_experts = 1, top_k = 1;
     if (l->router != NULL) {
         num_experts = m->num_experts, top_k = m->top_k;
@@ -132,7 +132,7 @@ static int feed_forward(const Decoder *m, const Layer *l, const Step *s, int64_t
     } else {
         for (int64_t t = 0; t < n; t++) ids[t] = 0, gates[t] = 1;
     }
-    int code = experts(normed, ids, gates, l->gate_up, l->down, y, NULL, n, top_k, num_experts, m->hidden, l->inner);
+    int code = experts(normed, ids, gates, l->gate_up, l->down, y, NULL, after, n, top_k, num_experts, m->hidden, l->inner);
     if (code != OK) return code;
     for (int64_t i = 0; i < n * m->hidden; i += 8) store(x + i, load(x + i) + load(y + i));
     return OK;
@@ -154,7 +154,7 @@ int decoder_forward(const Decoder *m, const Step *s, float *scratch, float *out)
         int code = attention(m, l, s, x, normed, qkv, q, k, q); /* the attention output overwrites the queries before rotation */
         if (code != OK) return code;
         rms_norm(x, l->ffn_norm, normed, n, 1, m->hidden, m->hidden, (float)m->eps);
-        code = feed_forward(m, l, s, moe_layer, x, normed, y, scores, gates, ids);
+        code = feed_forward(m, l, s, moe_layer, x, normed, y, scores, gates, ids, i + 1 < m->num_layers ? l[1].qkv : NULL);
         if (code != OK) return code;
         moe_layer += l->router != NULL;
     }

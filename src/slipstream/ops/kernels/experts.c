@@ -26,9 +26,10 @@ INLINE void add_row(const float *row, float factor, int64_t dim, float *to) {
     for (int64_t i = 0; i < dim; i += WIDE) store_next(to + i, dim - i, load_next(to + i, dim - i) + factor * load_next(row + i, dim - i));
 }
 
-/* `hidden` [pairs, 2 inner], in sorted order, keeps what the backward pass needs; NULL when there will be none. */
+/* `hidden` [pairs, 2 inner], in sorted order, keeps what the backward pass needs; NULL when there will be none. `after`: the matrix of the
+ * next product, of which the first rows come into the cache; NULL: none. */
 int experts(const float *x, const int64_t *ids, const float *gates, const float *gate_up, const float *down, float *y, float *hidden,
-            int64_t tokens, int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner) {
+            const float *after, int64_t tokens, int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner) {
     int64_t pairs = tokens * top_k, wide = 2 * inner;
     for (int64_t i = 0; i < pairs; i++)
         if (ids[i] < 0 || ids[i] >= num_experts) return BAD_INDEX;
@@ -53,7 +54,7 @@ int experts(const float *x, const int64_t *ids, const float *gates, const float 
             }
             rows_times(n, in, 1, gate_up + e * dim * wide, dim, wide, mid, 0, down + e * inner * dim);
             for (int64_t r = 0; r < n; r++) activate(mid[r], inner, scratch + CHUNK * wide + r * inner);
-            rows_times(n, act, 1, down + e * inner * dim, inner, dim, out, 0, next < num_experts ? gate_up + next * dim * wide : NULL);
+            rows_times(n, act, 1, down + e * inner * dim, inner, dim, out, 0, next < num_experts ? gate_up + next * dim * wide : after);
             for (int64_t r = 0; r < n; r++) add_row(out[r], gates[order[at + r]], dim, y + order[at + r] / top_k * dim);
         }
     free(start), free(scratch);

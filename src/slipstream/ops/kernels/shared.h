@@ -265,7 +265,8 @@ static inline void tile_rows(int m, const float *const *a, int64_t step, const f
  * product: the weights of a layer are larger than that cache, and few rows leave no time to wait for them. */
 static inline void rows_times(int64_t n, const float *const *a, int64_t step, const float *b, int64_t depth, int64_t columns,
                               float *const *c, int add, const float *next) {
-    int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS, strip = tiles == 1 ? columns : STRIP, piece = next == NULL ? 2 * DEPTH : DEPTH;
+    int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS, strip = tiles == 1 ? columns : STRIP;
+    int64_t piece = next == NULL && tiles > 4 ? 2 * DEPTH : DEPTH; /* many rows do not wait for memory */
     const float *row[TILE_ROWS];
     for (int64_t d = 0; d < depth; d += piece) {
         int64_t rows = least(piece, depth - d);
