@@ -115,9 +115,9 @@ class Ledger:
 
     def flush(self) -> None:
         """Write what changed, in one transaction. Does not wait for the disk."""
-        if self._dirty:
+        if changed := self._take_changed():
             with self._transaction():
-                self._write_dirty()
+                self._db.executemany(_UPSERT, changed)
 
     def drop_open(self, reason: str) -> int:
         """Drop everything that is in flight or ready (the run drains, stops, or starts again). Returns how many."""
@@ -142,8 +142,9 @@ class Ledger:
         if self._durable:
             self._db.execute("PRAGMA synchronous = FULL")
         try:
+            changed = self._take_changed()
             with self._transaction():
-                self._write_dirty()
+                self._db.executemany(_UPSERT, changed)
                 self._db.executemany("INSERT INTO trained VALUES (?, ?)", [(id, step) for id in rollout_ids])
                 self._db.execute("INSERT INTO steps VALUES (?, ?, ?, 0)", (step, batch_hash, json.dumps(state)))
         except sqlite3.IntegrityError as error:
@@ -232,14 +233,17 @@ class Ledger:
             del self._rows[id]
         return row
 
-    def _write_dirty(self) -> None:
-        self._db.executemany(_UPSERT, [row.values() for row in self._dirty.values()])
+    def _take_changed(self) -> list[tuple[Any, ...]]:
+        """What is to be written, once: when that fails, the rows stay on disk as they were, which is what the next start goes on from.
+        Written later without the rest of their transaction they would unbalance the books.
+        """
+        changed = [row.values() for row in self._dirty.values()]
+        self._dirty.clear()
+        return changed
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All of the block or nothing of it. What fails is not tried again: the rows that changed stay on disk as they were, which is
-        what the next start goes on from; written later without the rest of their transaction they would unbalance the books.
-        """
+        """All of the block or nothing of it."""
         with self._errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -249,8 +253,6 @@ class Ledger:
                 if self._db.in_transaction:  # a full disk may have rolled it back already
                     self._db.execute("ROLLBACK")
                 raise
-            finally:
-                self._dirty.clear()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

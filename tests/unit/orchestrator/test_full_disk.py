@@ -68,6 +68,15 @@ def test_a_ledger_without_room_says_so_and_the_next_start_goes_on_from_balanced_
     again.close()
 
 
+def test_notes_about_steps_and_evaluations_leave_the_changed_rows_to_be_written(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    issue(ledger, 0, 3)
+    ledger.sent(1)
+    ledger.record_eval(0, {})
+    ledger.audit()
+    ledger.close()
+
+
 def test_a_file_that_is_no_ledger_is_named(tmp_path: Path):
     (tmp_path / "ledger.sqlite").write_bytes(b"x" * 5000)
     with pytest.raises(OSError, match=r"file is not a database.*ledger\.sqlite"):
