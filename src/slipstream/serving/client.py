@@ -12,10 +12,11 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
+import aiohttp
 import msgspec
+from yarl import URL
 
 from slipstream.errors import EngineError, EngineUnavailable, RequestError, WireError
-from slipstream.serving.http import HttpClient
 from slipstream.transport.codec import decode_completion, encode_request
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
 
@@ -23,6 +24,7 @@ ASK_TIMEOUT_S = 60.0
 """Deadline of state, commit and abort. The server answers between two engine steps, which take seconds for a large model on a CPU."""
 PREPARE_TIMEOUT_S = 600.0
 """Deadline of prepare, which reads and hashes all weights."""
+_NO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
 class EngineBusy(EngineUnavailable):
@@ -35,13 +37,14 @@ class HttpEngine:
     def __init__(self, url: str, token: str = "", generate_timeout_s: float = 3600.0):
         """`url` like 'http://127.0.0.1:8000'. `token` is the admin token; generating needs none."""
         self.url = url.rstrip("/")
-        self._admin = f"Authorization: Bearer {token}\r\n"
+        self._generate_url = URL(f"{self.url}/slipstream/generate")  # parsed once
+        self._admin = {"Authorization": f"Bearer {token}"}
         self._generate_timeout_s = generate_timeout_s
-        self._http = HttpClient(self.url)
+        self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ports.Engine. Cancelling closes the connection, upon which the server aborts the request."""
-        body = await self._send("POST", "/slipstream/generate", encode_request(request), "", self._generate_timeout_s)
+        body = await self._send("POST", self._generate_url, encode_request(request), {}, self._generate_timeout_s)
         try:
             return decode_completion(body)
         except WireError as error:
@@ -64,12 +67,14 @@ class HttpEngine:
         await self._admin_post("resume", {}, ASK_TIMEOUT_S)
 
     async def state(self) -> EngineState:
-        body = await self._send("GET", "/admin/state", b"", self._admin, ASK_TIMEOUT_S)
+        body = await self._send("GET", f"{self.url}/admin/state", None, self._admin, ASK_TIMEOUT_S)
         return msgspec.json.decode(body, type=EngineState)
 
     async def close(self) -> None:
         """Close the connections. Idempotent; a later call opens new ones."""
-        self._http.close()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,24 +83,35 @@ class HttpEngine:
         await self.close()
 
     async def _admin_post(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
-        await self._send("POST", f"/admin/{name}", msgspec.json.encode(body), self._admin, timeout_s)
+        await self._send("POST", f"{self.url}/admin/{name}", msgspec.json.encode(body), self._admin, timeout_s)
 
-    async def _send(self, method: str, path: str, body: bytes, headers: str, timeout_s: float) -> bytes:
+    async def _send(self, method: str, url: str | URL, body: bytes | None, headers: dict[str, str], timeout_s: float) -> bytes:
         """The body of a 200 answer; every other ending is one of our exceptions."""
-        url = self.url + path
+        if self._session is None:
+            self._session = _open_session()
         try:
-            async with asyncio.timeout(timeout_s):
-                status, answer = await self._http.ask(method, path, body, headers)
+            async with asyncio.timeout(timeout_s), self._session.request(method, url, data=body, headers=headers) as response:
+                answer = await response.read()
         except TimeoutError:
             raise EngineUnavailable(f"{method} {url}: no answer within {timeout_s:g} s") from None
-        except OSError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}") from None
-        if status != 200:
-            raise _error_of(method, url, status, answer)
+        if response.status != 200:
+            raise _error_of(method, url, response.status, answer)
         return answer
 
 
-def _error_of(method: str, url: str, status: int, body: bytes) -> EngineError:
+def _open_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=_NO_HEADERS,
+        auto_decompress=False,
+    )
+
+
+def _error_of(method: str, url: str | URL, status: int, body: bytes) -> EngineError:
     """The exception that an answer with this status stands for (slipstream.engine.http has the table)."""
     try:
         message = msgspec.json.decode(body)["error"]["message"]
