@@ -187,7 +187,7 @@ static inline void transpose(const float *b, int64_t ldb, int64_t rows, int64_t 
 
 /* A tile of sums fills the registers and leaves room for a row of b: 6 x 4 vecs of the 32 registers of AVX-512, 6 x 2 of the 16 of AVX2.
  * STRIP columns of DEPTH rows of b stay in the L1 cache while all rows of a pass, and all columns of them in the L2 cache. */
-enum { TILE_ROWS = 6, FULL = WIDE == 16 ? 4 : 2, STRIP = FULL * WIDE, DEPTH = 64 };
+enum { TILE_ROWS = 6, FULL = WIDE == 16 ? 4 : 2, STRIP = WIDE == 16 ? 64 : 32, DEPTH = 64 };
 
 /* Memory that is wanted soon: up to `end` it comes into the L2 cache while a tile is computed, as evenly as possible, since what waits for
  * memory takes the places that reading from the L2 cache needs. `tiles` of a strip share what the strip is wide. */
