@@ -9,7 +9,7 @@ from tests.unit.ops.helpers import expert_inputs, naive_experts
 
 
 @pytest.mark.parametrize("op", [experts, experts_reference])
-@pytest.mark.parametrize("sizes", [(1, 4, 2, 16, 8), (30, 4, 2, 32, 24), (150, 2, 1, 8, 40), (9, 6, 6, 24, 16)])
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 16, 8), (30, 4, 2, 32, 24), (150, 2, 1, 8, 40), (9, 6, 6, 24, 16), (400, 2, 2, 16, 24)])
 def test_values_and_gradients_equal_a_loop_over_tokens(op, sizes):
     x, ids, gates, gate_up, down = expert_inputs(*sizes)
     leaves = [p.requires_grad_() for p in (x, gates, gate_up, down)]
