@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -86,7 +84,8 @@ def main() -> None:
     settings = (f"seed={args.seed}", f"name={name}", f"engine.dtype={dtype}", f"trainer.dtype={dtype}")
     slipstream("rl", CONFIG, "--clean", *(part for setting in settings for part in ("--set", setting)))
     print(f"\nwhole job:    {time.monotonic() - start:.0f} s, peak memory {watch.stop() / 2**30:.2f} GiB")
-    subprocess.run([sys.executable, "-m", "slipstream.cli", "rollouts", f"runs/{name}", "--limit", "2"], check=False)
+    slipstream("rollouts", f"runs/{name}", "--eval", "--newest", "--limit", "2")
+    print(f"\nwhat it learned, by instruction and with the same tasks before and after: runs/{name}/report.html")
 
 
 if __name__ == "__main__":
