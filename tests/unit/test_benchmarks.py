@@ -6,9 +6,9 @@ import importlib
 from pathlib import Path
 
 import pytest
-
 from benchmarks import _json_task, rl_vs_trl
 from benchmarks._runs import run_config
+
 from slipstream.jobs.make_model import make
 from slipstream.transport.weights import TENSORS_FILE
 
