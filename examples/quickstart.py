@@ -20,7 +20,7 @@ CONFIG = "configs/quickstart.toml"
 
 
 class MemoryWatch(threading.Thread):
-    """Peak of the memory of all child processes together, sampled twice a second.
+    """Peak of the memory of all child processes together, sampled every two seconds (reading it costs milliseconds a gigabyte).
 
     Proportional set size: pages that several processes share (the libraries) are counted once.
     """
@@ -31,7 +31,7 @@ class MemoryWatch(threading.Thread):
         self._done = threading.Event()
 
     def run(self) -> None:
-        while not self._done.wait(0.5):
+        while not self._done.wait(2.0):
             self.peak_bytes = max(self.peak_bytes, sum(map(_memory, psutil.Process().children(recursive=True))))
 
     def stop(self) -> int:
