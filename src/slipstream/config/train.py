@@ -137,8 +137,11 @@ class OptimConfig(Section):
 class TrainerConfig(Section):
     """The trainer process."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. Parameters, gradients and moments are float32 (bfloat16 runs under autocast-free casting of weights)."""
+    dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+    """Compute dtype. Master weights and their gradients are float32 in all of them. float8: bfloat16, with the matrices of attention and
+    feed-forward layers multiplied in block-scaled FP8 (E4M3); emulated on the CPU, for its numbers and not for speed."""
+    fp8_scales: Literal["float32", "power_of_two"] = "float32"
+    """Of float8. power_of_two: scales rounded up to a power of two (as UE8M0 stores them), so that applying them is exact."""
     row_tokens: int = Field(default=4096, gt=0)
     """Tokens in a packed row (one micro-batch). A sample longer than this is a config error for model.seq_len above it."""
     logprob_chunk_tokens: int = Field(default=1024, gt=0)

@@ -46,7 +46,7 @@ class Learner:
         """`model` holds float32 weights. Raises ConfigError: the model cannot do what `config` asks for."""
         _prepare(model, config)
         self.config, self.optim, self.max_steps = config, optim, max_steps
-        self.weights = Weights(model, getattr(torch, config.dtype))
+        self.weights = Weights(model, config)
         if config.recompute:
             _recompute_layers(self.weights.compute)
         self.optimizer = make_optimizer(model.parameters(), optim)
@@ -69,7 +69,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         own = {"loss/mean": loss, "grad/norm": norm, "optim/lr": rate, "step/skipped": float(bool(problem))}
         metrics = {f"trainer/{key}": value for key, value in own.items()} | _sizes(batch) | sums.metrics() | routing.metrics()
-        return StepOutcome(metrics, routing.shares(), problem)
+        return StepOutcome(metrics | self.weights.metrics(), routing.shares(), problem)
 
     def accumulate(self, batch: Batch) -> tuple[TokenSums, RoutingStats]:
         """Gradients of the mean loss over the batch's loss tokens, unclipped, in the master weights. `step` does this first."""
