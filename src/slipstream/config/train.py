@@ -118,20 +118,39 @@ class AdvantageConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    type: Literal["adamw", "muon", "sgd", "sign_sgd"] = "adamw"
+    """muon: orthogonalised momentum for the matrices of attention, feed-forward layers and experts, AdamW for everything else."""
     lr: float = Field(default=1e-4, gt=0)
+    """Muon's updates are scaled to the size of AdamW's, so a rate for AdamW serves both; sgd and sign_sgd need rates of their own."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Of AdamW, also within muon; so are beta2 and eps."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of muon, sgd and sign_sgd. 0 with sign_sgd: the sign of the gradient itself."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What moments and momentum are kept in between steps; bfloat16 halves their memory and is not bit-equal to float32."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Applied to matrices only (not to norms and biases)."""
+    """Decoupled; applied to matrices only (not to norms and biases)."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Global gradient norm after which gradients are scaled down."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What follows the warm-up: constant, or decay to lr * final_fraction at the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     final_fraction: float = Field(default=0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _moments_can_fade(self):
+        used = {"adamw": ("beta1", "beta2"), "muon": ("beta1", "beta2", "momentum")}.get(self.type, ("momentum",))
+        for key in used:
+            if self.moments == "bfloat16" and getattr(self, key) > 0.99:
+                raise ValueError(
+                    f"optim.{key} = {getattr(self, key)} with optim.moments = 'bfloat16': what should shrink by less than about 1 in 256 "
+                    f"a step is rounded back and never fades; use {key} = 0.99 at most, or moments = 'float32'"
+                )
+        return self
 
 
 class TrainerConfig(Section):

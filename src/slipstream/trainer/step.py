@@ -19,6 +19,7 @@ from slipstream.algorithms.losses import loss_fn
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.errors import ConfigError, StateError
 from slipstream.models.decoder import Decoder
+from slipstream.models.matrices import fused_columns
 from slipstream.ops import token_logprobs
 from slipstream.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from slipstream.trainer.precision import Weights
@@ -49,7 +50,7 @@ class Learner:
         self.weights = Weights(model, config)
         if config.recompute:
             _recompute_layers(self.weights.compute)
-        self.optimizer = make_optimizer(model.parameters(), optim)
+        self.optimizer = make_optimizer(dict(model.named_parameters()), fused_columns(model.names, model.spec), optim)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._loss_fn = loss_fn(config.loss)
 
