@@ -118,17 +118,16 @@ class _Product(torch.autograd.Function):
         weight: Fp8Weight = ctx.weight
         dx_TK = dw = None
         if ctx.needs_input_grad[0]:
-            dx_TK = sum(
-                _input_gradient(dy, part, ctx.ends, weight) for dy, part in zip(dy_TN.split(weight.columns, -1), ctx.parts, strict=True)
-            )
-            dx_TK = dx_TK.to(dy_TN.dtype)
+            parts = zip(dy_TN.split(weight.columns, -1), ctx.parts, strict=True)
+            dx_TK = torch.stack([_input_gradient(dy, part, ctx.ends, weight) for dy, part in parts]).sum(0).to(dy_TN.dtype)
         if ctx.needs_input_grad[1]:
-            x_TK = Quantised(*ctx.saved_tensors, ACTIVATION).dequantise()
+            codes, scales = ctx.saved_tensors
+            x_TK = Quantised(codes, scales, ACTIVATION).dequantise()
             dw = contract_tokens(x_TK, dy_TN, ctx.ends, weight.power_of_two).view(weight.shape)
         return dx_TK, dw, None
 
 
-def _input_gradient(dy_TN: Tensor, part: Quantised, ends: tuple[int, ...], weight: Fp8Weight) -> Any:
+def _input_gradient(dy_TN: Tensor, part: Quantised, ends: tuple[int, ...], weight: Fp8Weight) -> Tensor:
     dy = quantise(dy_TN, ACTIVATION, weight.power_of_two)
     weight.errors.add("grad", dy_TN, dy)
     return grouped_matmul(dy, part.mT, ends)
