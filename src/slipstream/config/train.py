@@ -118,14 +118,22 @@ class AdvantageConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    type: Literal["adamw", "muon", "sgd", "sign_sgd"] = "adamw"
+    """muon: orthogonalised momentum for the matrices of attention, feed-forward layers and experts, AdamW for everything else."""
     lr: float = Field(default=1e-4, gt=0)
+    """Muon's updates are scaled to the size of AdamW's, so a rate for AdamW serves both; sgd and sign_sgd need rates of their own."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Of AdamW, also within muon; so are beta2 and eps."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of muon, sgd and sign_sgd. 0 with sign_sgd: the sign of the gradient itself."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What moments and momentum are kept in between steps; bfloat16 halves their memory and is not bit-equal to float32."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Applied to matrices only (not to norms and biases)."""
+    """Decoupled; applied to matrices only (not to norms and biases)."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Global gradient norm after which gradients are scaled down."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -133,12 +141,26 @@ class OptimConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     final_fraction: float = Field(default=0.0, ge=0, le=1)
 
+    @model_validator(mode="after")
+    def _moments_can_fade(self):
+        used = {"adamw": ("beta1", "beta2"), "muon": ("beta1", "beta2", "momentum")}.get(self.type, ("momentum",))
+        for key in used:
+            if self.moments == "bfloat16" and getattr(self, key) > 0.99:
+                raise ValueError(
+                    f"optim.{key} = {getattr(self, key)} with optim.moments = 'bfloat16': what should shrink by less than about 1 in 256 "
+                    f"a step is rounded back and never fades; use {key} = 0.99 at most, or moments = 'float32'"
+                )
+        return self
+
 
 class TrainerConfig(Section):
     """The trainer process."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. Parameters, gradients and moments are float32 (bfloat16 runs under autocast-free casting of weights)."""
+    dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+    """Compute dtype. Master weights and their gradients are float32 in all of them. float8: bfloat16, with the matrices of attention and
+    feed-forward layers multiplied in block-scaled FP8 (E4M3); emulated on the CPU, for its numbers and not for speed."""
+    fp8_scales: Literal["float32", "power_of_two"] = "float32"
+    """Of float8. power_of_two: scales rounded up to a power of two (as UE8M0 stores them), so that applying them is exact."""
     row_tokens: int = Field(default=4096, gt=0)
     """Tokens in a packed row (one micro-batch). A sample longer than this is a config error for model.seq_len above it."""
     logprob_chunk_tokens: int = Field(default=1024, gt=0)

@@ -87,6 +87,12 @@ def _off(value: Any) -> bool:
     return value is None or value is False or value == 0 or value == {}
 
 
+def _block_fp8(value: Any) -> bool:
+    """Weights in E4M3 with a float32 scale for each block (see `models.matrices`); how activations are quantised concerns an engine."""
+    kind = (value.get("quant_method"), value.get("fmt", "e4m3"), value.get("weight_block_size")) if isinstance(value, dict) else ()
+    return kind == ("fp8", "e4m3", [128, 128])
+
+
 _IMPLEMENTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("hidden_act", "'silu'", lambda value: value in (None, "silu")),
     ("use_sliding_window", "false", _off),
@@ -94,7 +100,11 @@ _IMPLEMENTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("attention_dropout", "0", _off),
     ("mlp_bias", "false", _off),
     ("rope_interleaved", "false", _off),
-    ("quantization_config", "null (weights in float32, bfloat16 or float16)", _off),
+    (
+        "quantization_config",
+        "null, or {'quant_method': 'fp8', 'weight_block_size': [128, 128]}",
+        lambda value: _off(value) or _block_fp8(value),
+    ),
 )
 """Options that change the numbers: key, what is implemented, and whether a value means that. A key that is absent is None."""
 

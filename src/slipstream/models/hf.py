@@ -1,6 +1,7 @@
 """Hugging Face checkpoint folders: read and write safetensors, one file or several with an index, without losing a bit.
 
 Knows names only through the model's table (`names`). The tensors under HF names are also what travels from trainer to engine.
+Weights in block-scaled FP8 are read (a tensor and its scales, see `matrices`) and never written.
 Format: https://huggingface.co/docs/safetensors and the `weight_map` index of transformers.
 """
 
@@ -21,7 +22,9 @@ from torch import Tensor
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
 from slipstream.models.folders import atomic_folder
+from slipstream.models.matrices import SCALE_SUFFIX, TILE
 from slipstream.models.spec import ModelSpec
+from slipstream.ops.fp8 import WEIGHT, Quantised
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,9 +46,10 @@ def hf_tensors(model: Decoder) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], files: Mapping[str, Path] | None = None) -> None:
-    """Copy tensors under HF names into the model, converting to its dtype. `files` (tensor to file) makes errors say where.
+    """Copy tensors under HF names into the model, converting to its dtype; FP8 ones are dequantised one at a time.
 
-    Raises ModelError, before anything is changed: a tensor is missing, unexpected, of another shape or not of a float type.
+    `files` (tensor to file) makes errors say where. Raises ModelError, before anything is changed: a tensor is missing, unexpected, of
+    another shape or not of a float type, or FP8 without the scales that go with it.
     """
     views = hf_views(model)
     problems = _problems(model, views, tensors, files or {})
@@ -53,7 +57,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], files: Mappin
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ModelError(f"the weights do not fit the {model.spec.family} model: {'; '.join(problems[:5])}{more}")
     for name, view in views.items():
-        view.copy_(tensors[name])
+        view.copy_(_plain(tensors, name))
 
 
 def _problems(model: Decoder, views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> list[str]:
@@ -64,16 +68,40 @@ def _problems(model: Decoder, views: Mapping[str, Tensor], tensors: Mapping[str,
             found.append(f"tensor {name} is missing{_folder_of(files)}")
         elif given.shape != view.shape:
             found.append(f"tensor {name}{where} has shape {list(given.shape)}, but config.json implies {list(view.shape)}")
-        elif not given.is_floating_point():
-            found.append(f"tensor {name}{where} is {given.dtype}; expected float32, bfloat16 or float16")
+        elif given.dtype == torch.float8_e4m3fn:
+            found += _scale_problems(name, given, tensors.get(name + SCALE_SUFFIX), where)
+        elif not given.is_floating_point() or given.itemsize == 1:
+            found.append(f"tensor {name}{where} is {given.dtype}; expected float32, bfloat16, float16, or float8_e4m3fn with scales")
     for name in tensors.keys() - views.keys():
         tied_copy = name == "lm_head.weight" and model.head is None
         if tied_copy and not _equal(tensors[name], tensors.get("model.embed_tokens.weight")):
             found.append("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings = true")
-        elif not tied_copy and not name.endswith(_DERIVED) and not _is_carried(model.spec, name):
+        elif not tied_copy and not name.endswith(_DERIVED) and not _is_carried(model.spec, name) and not _is_scale(tensors, name):
             where = f" in {files[name]}" if name in files else ""
             found.append(f"tensor {name}{where} is unexpected: config.json describes no such weight")
     return found
+
+
+def _scale_problems(name: str, codes: Tensor, scales: Tensor | None, where: str) -> list[str]:
+    if scales is None:
+        return [f"tensor {name}{where} is {codes.dtype}, but its scales {name}{SCALE_SUFFIX} are missing"]
+    expected = [-(-size // TILE) for size in codes.shape]
+    if list(scales.shape) != expected or not scales.is_floating_point():
+        return [f"tensor {name}{SCALE_SUFFIX}{where} is {scales.dtype} {list(scales.shape)}; expected float32 {expected}"]
+    return []
+
+
+def _is_scale(tensors: Mapping[str, Tensor], name: str) -> bool:
+    of = tensors.get(name.removesuffix(SCALE_SUFFIX))
+    return name.endswith(SCALE_SUFFIX) and of is not None and of.dtype == torch.float8_e4m3fn
+
+
+def _plain(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor itself, or the values that its codes and scales stand for."""
+    tensor = tensors[name]
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor
+    return Quantised(tensor, tensors[name + SCALE_SUFFIX].float(), WEIGHT).dequantise()
 
 
 def _is_carried(spec: ModelSpec, name: str) -> bool:
@@ -82,11 +110,17 @@ def _is_carried(spec: ModelSpec, name: str) -> bool:
     return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.prediction_layers
 
 
-def _carried(spec: ModelSpec, folder: Path) -> dict[str, Tensor]:
-    """Tensors of prediction layers in `folder`, as they are there."""
+def _carried(spec: ModelSpec, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of prediction layers in `folder`, as they are there; FP8 ones as `dtype`."""
     if not spec.prediction_layers or not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
         return {}
-    return read_tensors(folder, lambda name: _is_carried(spec, name))
+    found = read_tensors(folder, lambda name: _is_carried(spec, name))
+    quantised = [name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn]
+    problems = [p for name in quantised for p in _scale_problems(name, found[name], found.get(name + SCALE_SUFFIX), f" in {folder}")]
+    if problems:
+        raise ModelError("; ".join(problems[:5]))
+    plain = {name: _plain(found, name).to(dtype) for name in quantised}
+    return {name: plain.get(name, tensor) for name, tensor in found.items() if not _is_scale(found, name)}
 
 
 def _equal(a: Tensor, b: Tensor | None) -> bool:
@@ -165,7 +199,7 @@ def save_folder(model: Decoder, folder: str | Path, like: str | Path, shard_byte
         raise ModelError(f"{like} is not a model folder: it has no config.json to copy")
     with atomic_folder(folder) as fresh:
         _copy_companions(like, fresh, str(model.embed.dtype).removeprefix("torch."))
-        write_tensors(fresh, hf_tensors(model) | _carried(model.spec, like), shard_bytes)
+        write_tensors(fresh, hf_tensors(model) | _carried(model.spec, like, model.embed.dtype), shard_bytes)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int | None = None) -> None:
@@ -197,11 +231,12 @@ def _shards(tensors: Mapping[str, Tensor], shard_bytes: int | None) -> list[dict
 
 
 def _copy_companions(like: Path, fresh: Path, dtype: str) -> None:
-    """Everything beside the weights, byte for byte; config.json's dtype is corrected where the weights have another."""
+    """Everything beside the weights, byte for byte; config.json is corrected where it says another dtype, or that weights are quantised."""
     for file in sorted(like.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(file, fresh / file.name)
     config: dict[str, Any] = json.loads((fresh / "config.json").read_text())
     key = "dtype" if "dtype" in config else "torch_dtype"
-    if config.get(key, "float32") != dtype:
+    quantised = config.pop("quantization_config", None) is not None
+    if config.get(key, "float32") != dtype or quantised:
         (fresh / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")

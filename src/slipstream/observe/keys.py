@@ -186,6 +186,34 @@ TRAINER = (
         "0",
         "The batch is kept in the run folder. Repeated: stop, replay that batch, check rewards and learning rate.",
     ),
+    Metric(
+        "trainer/fp8/weight_error",
+        'With `trainer.dtype = "float8"`: norm of the rounding error of all FP8 weights over their norm.',
+        "ratio",
+        "0.02 to 0.03",
+        "Higher: weights with outliers within a block of 128 x 128. Train in bfloat16 and compare.",
+    ),
+    Metric(
+        "trainer/fp8/input_error",
+        "The same for the inputs of the FP8 products, over the step's forward passes.",
+        "ratio",
+        "0.02 to 0.03",
+        "Higher: features far larger than their neighbours. Train in bfloat16 and compare.",
+    ),
+    Metric(
+        "trainer/fp8/grad_error",
+        "The same for the gradients that enter the FP8 products of the backward pass.",
+        "ratio",
+        "0.02 to 0.04",
+        "Higher, or rising: see `trainer/fp8/grad_underflow_frac`.",
+    ),
+    Metric(
+        "trainer/fp8/grad_underflow_frac",
+        "Share of these gradients that are not 0 and become 0.",
+        "fraction",
+        "below 0.1",
+        "Higher: gradients of very different size within 128 features. Train in bfloat16 and compare the loss.",
+    ),
 )
 
 ORCHESTRATOR = (

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.errors import StateError
+from slipstream.ops.fp8_weight import Fp8Weight
 from slipstream.ops.native import LANES, check, loaded, native_for
 
 
@@ -27,6 +28,8 @@ def experts(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, gate_up_EDF: Tensor,
     other tokens.
     """
     _check_shapes(x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID)
+    if isinstance(gate_up_EDF, Fp8Weight):
+        return experts_reference(x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID)
     kernels = (
         None if down_EID.shape[1] % LANES or down_EID.shape[2] % LANES else native_for(x_TD, gates_TK, gate_up_EDF, down_EID, training=True)
     )

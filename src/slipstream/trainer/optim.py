@@ -1,14 +1,16 @@
-"""AdamW and its learning-rate schedule. Knows nothing of losses, batches or files."""
+"""Which optimizer a run has, its learning-rate schedule, and its state by name. Knows nothing of losses, batches or files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.config.train import OptimConfig
+from slipstream.trainer.rules import RuleOptimizer, adamw, muon, sgd, sign_sgd
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
@@ -25,14 +27,35 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.lr * (config.final_fraction + (1 - config.final_fraction) * remaining)
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) over the parameters that train, with weight decay on matrices and expert stacks only."""
-    trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter], columns: Mapping[str, Sequence[int]], config: OptimConfig
+) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that train, with weight decay on matrices and expert stacks only.
+
+    `columns` names the parameters that Muon orthogonalises, and the widths of the matrices side by side in each.
+    AdamW (arXiv 1711.05101) with float32 moments is torch's own, in one kernel; everything else is in `trainer.rules`.
+    """
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if config.type == "adamw" and config.moments == "float32":
+        groups = [{"params": list(trained.values())}]
+        return torch.optim.AdamW(_by_decay(groups, config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    if config.type == "muon":
+        groups = [{"params": [p], "rule": muon(config, columns[name])} for name, p in trained.items() if name in columns]
+        groups.append({"params": [p for name, p in trained.items() if name not in columns], "rule": adamw(config)})
+    else:
+        rule = {"adamw": adamw, "sgd": sgd, "sign_sgd": sign_sgd}[config.type](config)
+        groups = [{"params": list(trained.values()), "rule": rule}]
+    return RuleOptimizer(_by_decay(groups, config), config.lr)
+
+
+def _by_decay(groups: Sequence[Mapping[str, Any]], config: OptimConfig) -> list[dict[str, Any]]:
+    """Each group once with its matrices, which decay, and once with the rest; without those that are empty."""
+    halves = [
+        {**group, "params": [p for p in group["params"] if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay if decays else 0.0}
+        for group in groups
+        for decays in (True, False)
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return [half for half in halves if half["params"]]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -3,6 +3,9 @@
 In float32 both are the same module. In bfloat16 a second module computes; each of its gradients is added to the float32 gradient of
 its master as soon as it is complete, so rows accumulate in float32, and after an optimizer step the copy is rounded from the masters.
 What is published is the copy: exactly the weights that the next step trains from.
+
+In float8 the second module is in bfloat16, and its matrices (the precision map, `models.matrices`) are quantised from there once a step,
+then multiplied in FP8. An engine that quantises the published copy by the same map has the same codes.
 """
 
 from __future__ import annotations
@@ -13,17 +16,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from slipstream.config.train import TrainerConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.matrices import fused_columns
+from slipstream.ops.fp8_weight import Fp8Errors, Fp8Weight
 
 
 class Weights:
     """`master` is optimised and checkpointed; `compute` runs and is published."""
 
-    def __init__(self, master: Decoder, dtype: torch.dtype) -> None:
+    def __init__(self, master: Decoder, config: TrainerConfig) -> None:
         self.master = master
         self.compute = master
-        if dtype != torch.float32:
-            self.compute = copy.deepcopy(master).to(dtype)
+        self._fp8: list[Fp8Weight] = []
+        self._errors = Fp8Errors()
+        if config.dtype != "float32":
+            self.compute = copy.deepcopy(master).to(torch.bfloat16)
+            if config.dtype == "float8":
+                self._fp8 = multiply_in_fp8(self.compute, config.fp8_scales == "power_of_two", self._errors)
             for source, target in zip(self.compute.parameters(), master.parameters(), strict=True):
                 if source.requires_grad:
                     source.register_post_accumulate_grad_hook(_hand_over_to(target))
@@ -35,10 +45,29 @@ class Weights:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Round the masters into the compute copy."""
+        """Round the masters into the compute copy, and quantise what is multiplied in FP8."""
         if self.compute is not self.master:
             for copied, master in zip(self.compute.parameters(), self.master.parameters(), strict=True):
                 copied.copy_(master)
+        for weight in self._fp8:
+            weight.requantise()
+
+    def metrics(self) -> dict[str, float]:
+        """What rounding to FP8 did since the last call; empty in other dtypes."""
+        errors = self._errors.take()
+        metrics = {f"trainer/fp8/{kind}_error": error for kind, (error, _) in errors.items()}
+        return metrics | ({"trainer/fp8/grad_underflow_frac": errors["grad"][1]} if "grad" in errors else {})
+
+
+def multiply_in_fp8(model: Decoder, power_of_two: bool, errors: Fp8Errors) -> list[Fp8Weight]:
+    """Replace the matrices of the precision map by weights that are multiplied in FP8. Returns them."""
+    columns, made = fused_columns(model.names, model.spec), []
+    for name, parameter in list(model.named_parameters()):
+        if name in columns:
+            owner, _, last = name.rpartition(".")
+            made.append(Fp8Weight.of(parameter, columns[name], power_of_two, errors))
+            setattr(model.get_submodule(owner), last, made[-1])
+    return made
 
 
 def _hand_over_to(master: nn.Parameter) -> Callable[[Tensor], None]:

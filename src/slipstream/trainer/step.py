@@ -19,6 +19,7 @@ from slipstream.algorithms.losses import loss_fn
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.errors import ConfigError, StateError
 from slipstream.models.decoder import Decoder
+from slipstream.models.matrices import fused_columns
 from slipstream.ops import token_logprobs
 from slipstream.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from slipstream.trainer.precision import Weights
@@ -46,10 +47,10 @@ class Learner:
         """`model` holds float32 weights. Raises ConfigError: the model cannot do what `config` asks for."""
         _prepare(model, config)
         self.config, self.optim, self.max_steps = config, optim, max_steps
-        self.weights = Weights(model, getattr(torch, config.dtype))
+        self.weights = Weights(model, config)
         if config.recompute:
             _recompute_layers(self.weights.compute)
-        self.optimizer = make_optimizer(model.parameters(), optim)
+        self.optimizer = make_optimizer(dict(model.named_parameters()), fused_columns(model.names, model.spec), optim)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._loss_fn = loss_fn(config.loss)
 
@@ -69,7 +70,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         own = {"loss/mean": loss, "grad/norm": norm, "optim/lr": rate, "step/skipped": float(bool(problem))}
         metrics = {f"trainer/{key}": value for key, value in own.items()} | _sizes(batch) | sums.metrics() | routing.metrics()
-        return StepOutcome(metrics, routing.shares(), problem)
+        return StepOutcome(metrics | self.weights.metrics(), routing.shares(), problem)
 
     def accumulate(self, batch: Batch) -> tuple[TokenSums, RoutingStats]:
         """Gradients of the mean loss over the batch's loss tokens, unclipped, in the master weights. `step` does this first."""

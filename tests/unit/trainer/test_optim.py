@@ -1,4 +1,4 @@
-"""The schedule and AdamW against their closed forms."""
+"""The schedule and AdamW against their closed forms. The other optimizers: test_rules.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_weight_decay_touches_matrices_and_expert_stacks_but_not_norms_biases_or
     shapes = [(3, 2), (4, 3, 2), (3,), (3, 2)]
     parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     parameters[3].requires_grad_(False)
-    optimizer = make_optimizer(parameters, optim(weight_decay=0.5, lr=0.1))
+    optimizer = make_optimizer({str(i): p for i, p in enumerate(parameters)}, {}, optim(weight_decay=0.5, lr=0.1))
     for p in parameters[:3]:
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -51,7 +51,7 @@ def test_weight_decay_touches_matrices_and_expert_stacks_but_not_norms_biases_or
 
 def test_the_first_step_of_adam_moves_by_the_rate_against_the_sign_of_the_gradient():
     parameter = nn.Parameter(torch.tensor([1.0, 1.0, 1.0]))
-    optimizer = make_optimizer([parameter], optim())
+    optimizer = make_optimizer({"w": parameter}, {}, optim())
     set_learning_rate(optimizer, 0.25)
     parameter.grad = torch.tensor([5.0, -0.01, 0.0])
     optimizer.step()
@@ -59,11 +59,11 @@ def test_the_first_step_of_adam_moves_by_the_rate_against_the_sign_of_the_gradie
 
 
 def test_optimizer_state_survives_a_round_trip_through_named_tensors():
-    def make() -> tuple[nn.Parameter, torch.optim.AdamW]:
+    def make() -> tuple[nn.Parameter, torch.optim.Optimizer]:
         parameter = nn.Parameter(torch.ones(2, 2))
-        return parameter, make_optimizer([parameter], optim(lr=0.1))
+        return parameter, make_optimizer({"w": parameter}, {}, optim(lr=0.1))
 
-    def step(parameter: nn.Parameter, optimizer: torch.optim.AdamW, scale: float) -> None:
+    def step(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, scale: float) -> None:
         parameter.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * scale
         optimizer.step()
 

@@ -1,0 +1,121 @@
+"""Update rules, each a function of (parameter, its state, rate), and the optimizer that applies them group by group.
+
+State is kept in `optim.moments` between steps and computed with in float32; what a step uses is not rounded, what the next one finds is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.config.train import OptimConfig
+
+State = dict[str, Tensor]
+Rule = Callable[[Tensor, State, float], None]
+"""Changes a parameter in place by its gradient; (parameter, state, rate)."""
+
+
+class RuleOptimizer(torch.optim.Optimizer):
+    """Groups of {"params", "weight_decay", "rule"}. Weight decay is decoupled: p -= lr · decay · p."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    group["rule"](p, self.state[p], group["lr"])
+
+
+def adamw(config: OptimConfig) -> Rule:
+    """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2."""
+    return partial(_adamw, config)
+
+
+def sgd(config: OptimConfig) -> Rule:
+    """b = momentum · b + g; p -= lr · b."""
+    return partial(_sgd, config)
+
+
+def sign_sgd(config: OptimConfig) -> Rule:
+    """p -= lr · sign(mean of gradients) (Bernstein et al., "signSGD", 2018, algorithm 2)."""
+    return partial(_sign_sgd, config)
+
+
+def muon(config: OptimConfig, columns: Sequence[int]) -> Rule:
+    """p -= lr · 0.2 · sqrt(max(rows, columns)) · orthogonalised(Nesterov momentum), for each matrix and each expert by itself.
+
+    Liu et al., "Muon is Scalable for LLM Training", 2025, equation 4; the factor gives the update the root mean square of AdamW's.
+    `columns`: widths of the matrices side by side in the parameter.
+    An expert that no token reached keeps its place: orthogonalising would bring what is left of its momentum to full size, step after step.
+    """
+    return partial(_muon, config, tuple(columns))
+
+
+def _adamw(config: OptimConfig, p: Tensor, state: State, lr: float) -> None:
+    grad = _gradient(p)
+    state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0)
+    count = int(state["step"])
+    mean = _moving_mean(config, state, "exp_avg", grad, config.beta1)
+    square = _moving_mean(config, state, "exp_avg_sq", grad.square(), config.beta2)
+    size = (square / (1 - config.beta2**count)).sqrt_().add_(config.eps)
+    p.addcdiv_(mean, size, value=-lr / (1 - config.beta1**count))
+
+
+def _sgd(config: OptimConfig, p: Tensor, state: State, lr: float) -> None:
+    step = _gradient(p)
+    if config.momentum:
+        step = step + config.momentum * state["momentum"].float() if "momentum" in state else step
+        state["momentum"] = _kept(config, step)
+    p.add_(step, alpha=-lr)
+
+
+def _sign_sgd(config: OptimConfig, p: Tensor, state: State, lr: float) -> None:
+    grad = _gradient(p)
+    mean = _moving_mean(config, state, "momentum", grad, config.momentum) if config.momentum else grad
+    p.add_(mean.sign(), alpha=-lr)
+
+
+def _muon(config: OptimConfig, columns: Sequence[int], p: Tensor, state: State, lr: float) -> None:
+    grad = _gradient(p)
+    ahead = grad.lerp(_moving_mean(config, state, "momentum", grad, config.momentum), config.momentum)
+    ahead = ahead * grad.flatten(-2).any(-1)[..., None, None]
+    for target, matrix in zip(p.split(tuple(columns), -1), ahead.split(tuple(columns), -1), strict=True):
+        target.add_(orthogonalised(matrix), alpha=-lr * 0.2 * max(matrix.shape[-2:]) ** 0.5)
+
+
+def orthogonalised(x: Tensor) -> Tensor:
+    """About U Vᵀ of x = U S Vᵀ [..., m, n]: five Newton-Schulz steps bring all but tiny singular values near 1 (0.68 to 1.13).
+
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, with the coefficients given there. In float32: bfloat16
+    would do, but has no fast products on many CPUs.
+    """
+    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
+    y = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-20)
+    for _ in range(5):
+        gram = y @ y.mT
+        y = 3.4445 * y + (-4.7750 * gram + 2.0315 * gram @ gram) @ y
+    return y if wide is x else y.mT
+
+
+def _moving_mean(config: OptimConfig, state: State, key: str, new: Tensor, decay: float) -> Tensor:
+    """decay · old + (1 - decay) · new, from zero."""
+    value = state[key].float().lerp(new, 1 - decay) if key in state else new * (1 - decay)
+    state[key] = _kept(config, value)
+    return value
+
+
+def _kept(config: OptimConfig, value: Tensor) -> Tensor:
+    return value.to(getattr(torch, config.moments))
+
+
+def _gradient(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad

@@ -1,0 +1,68 @@
+"""The precision map says of every weight of every family which side it is on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.errors import StateError
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf import hf_views
+from slipstream.models.load import build_model
+from slipstream.models.maker import PRESETS
+from slipstream.models.matrices import fused_columns, is_matrix
+from slipstream.models.names import Columns, NameTable
+from slipstream.models.spec import ModelSpec
+
+
+def model(preset: str) -> Decoder:
+    return build_model(ModelSpec.from_config({**PRESETS[preset], "vocab_size": 64}), device="meta")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_weight_is_on_one_side_and_those_that_steer_or_end_the_model_never_in_fp8(preset):
+    by_module: dict[str, set[bool]] = {}
+    for name in hf_views(model(preset)):
+        by_module.setdefault(name.split(".")[-2], set()).add(is_matrix(name))
+    assert all(len(sides) == 1 for sides in by_module.values())
+    assert {module for module, sides in by_module.items() if sides == {True}} == {m for m in by_module if m.endswith(("_proj", "_mqa"))}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_map_under_our_names_is_the_map_under_those_of_the_checkpoint(preset):
+    subject = model(preset)
+    columns = fused_columns(subject.names, subject.spec)
+    for name, parameter in subject.named_parameters():
+        sides = {is_matrix(hf_name) for hf_name in hf_views(subject, {name: parameter})}
+        assert sides == {name in columns}
+        if name in columns:
+            assert sum(columns[name]) == parameter.shape[-1]
+            views = hf_views(subject, {name: parameter}).values()
+            assert tuple(view.shape[0] for view in views)[: len(columns[name])] == columns[name]
+
+
+def test_the_router_is_no_gate_projection():
+    assert not is_matrix("model.layers.3.mlp.gate.weight") and is_matrix("model.layers.3.mlp.gate_proj.weight")
+    assert not is_matrix("model.layers.3.mlp.gate.e_score_correction_bias") and not is_matrix("model.layers.3.self_attn.q_proj.bias")
+
+
+def test_a_weight_that_is_on_no_list_is_an_error():
+    with pytest.raises(StateError, match=r"does not know model\.layers\.0\.self_attn\.indexer\.wk\.weight: add 'wk'"):
+        is_matrix("model.layers.0.self_attn.indexer.wk.weight")
+
+
+def test_a_parameter_on_both_sides_is_an_error():
+    mixed = Columns(
+        "layers.{layer}.x", (("model.layers.{layer}.mlp.gate.weight", "hidden"), ("model.layers.{layer}.a.q_proj.weight", "hidden"))
+    )
+    with pytest.raises(StateError, match="fuses weights that are multiplied in FP8 with others"):
+        fused_columns(NameTable(model=(), layer=(mixed,)), model("tiny-moe").spec)
+
+
+def test_the_map_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, slipstream.models.matrices; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert torch is not None
