@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_BULLET = re.compile(r"^\s*[-*•]\s+\S")
+_BULLET = re.compile(r"^- \S")
 _SENTENCE_END = re.compile(r"[.!?]+(?=\s|$)")
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 
@@ -30,7 +30,7 @@ def all_caps(reply: str) -> bool:
 
 
 def bullets(reply: str, n: int) -> bool:
-    """Exactly `n` lines that start with '-', '*' or '•' and say something."""
+    """Exactly `n` lines that start with '- ', as asked, and say something."""
     return sum(bool(_BULLET.match(line)) for line in reply.splitlines()) == n
 
 

@@ -21,6 +21,7 @@ from slipstream.errors import ConfigError, StateError
 from slipstream.models.decoder import Decoder
 from slipstream.models.matrices import fused_columns
 from slipstream.ops import token_logprobs
+from slipstream.trainer.memory import Trimmer
 from slipstream.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from slipstream.trainer.precision import Weights
 from slipstream.trainer.routing import RoutingStats, balance, row_context
@@ -52,7 +53,7 @@ class Learner:
             _recompute_layers(self.weights.compute)
         self.optimizer = make_optimizer(dict(model.named_parameters()), fused_columns(model.names, model.spec), optim)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        self._loss_fn = loss_fn(config.loss)
+        self._loss_fn, self._memory = loss_fn(config.loss), Trimmer()
 
     def step(self, batch: Batch) -> StepOutcome:
         """Train on one batch. A non-finite loss or gradient leaves the weights as they are and names the problem."""
@@ -68,6 +69,7 @@ class Learner:
                 balance(self.weights.master, routing.native_LE, self.config.balance_rate)
             self.weights.sync()
         self.optimizer.zero_grad(set_to_none=True)
+        self._memory.trim()
         own = {"loss/mean": loss, "grad/norm": norm, "optim/lr": rate, "step/skipped": float(bool(problem))}
         metrics = {f"trainer/{key}": value for key, value in own.items()} | _sizes(batch) | sums.metrics() | routing.metrics()
         return StepOutcome(metrics | self.weights.metrics(), routing.shares(), problem)

@@ -11,7 +11,12 @@ from slipstream.types import Task
     [
         (checks.lower_case, {}, ["all small, 3 of them"], ["One capital", "", "123"]),
         (checks.all_caps, {}, ["ALL BIG, 3!"], ["ONE small", "", "123"]),
-        (checks.bullets, {"n": 2}, ["- a\n- b", "Here:\n* a\n  - b\nend", "• a\n- b"], ["- a", "- a\n- b\n- c", "-\n- b", "-a\n- b", ""]),
+        (
+            checks.bullets,
+            {"n": 2},
+            ["- a\n- b", "Here:\n- a\n- b\nend"],
+            ["- a", "- a\n- b\n- c", "-\n- b", "-a\n- b", "* a\n* b", "• a\n  - b", ""],
+        ),
         (checks.sentences, {"n": 2}, ["One. Two!", "It costs 3.50 now. Really?", "Wait... No."], ["One.", "One. Two", "A. B. C.", ""]),
         (
             checks.json_object,
