@@ -30,6 +30,7 @@ MOE = {**BASE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_siz
 GLM = {**BASE, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 QUARTER = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 WHOLE = {**QUARTER, "partial_rotary_factor": 1.0}
+MINIMAX = {**BASE, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": QUARTER}
 MLA = {
     **{key: value for key, value in GLM.items() if key != "head_dim"},
     "num_key_value_heads": 4,
@@ -70,6 +71,10 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-bias": ("Glm4Moe", {**GLM, "attention_bias": True, "num_key_value_heads": 1, "n_shared_experts": 2}),
     "glm4_moe-unnormalised": ("Glm4Moe", {**GLM, "norm_topk_prob": False, "rope_parameters": QUARTER, "head_dim": 24}),
     "glm4_moe-whole-heads": ("Glm4Moe", {**GLM, "rope_parameters": WHOLE, "first_k_dense_replace": 2, "num_experts_per_tok": 1}),
+    "minimax_m2": ("MiniMaxM2", MINIMAX),
+    "minimax_m2-rotary-dim": ("MiniMaxM2", {**MINIMAX, "rope_parameters": None, "rotary_dim": 12, "num_attention_heads": 8}),
+    "minimax_m2-tied": ("MiniMaxM2", {**MINIMAX, "tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    "minimax_m2-one-expert": ("MiniMaxM2", {**MINIMAX, "num_experts_per_tok": 1, "num_key_value_heads": 1, "head_dim": 24}),
     "deepseek_v3": ("DeepseekV3", MLA),
     "deepseek_v3-yarn": ("DeepseekV3", {**MLA, "rope_parameters": YARN}),
     "deepseek_v3-yarn-factors": ("DeepseekV3", {**MLA, "rope_parameters": {**YARN, "mscale": 0.7, "beta_fast": 4, "truncate": False}}),
@@ -82,6 +87,7 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("Llama", {**BASE, "attention_bias": True, "head_dim": None, "rms_norm_eps": 1e-3}),
 }
 MLA_KINDS = ["deepseek_v3-yarn", "deepseek_v3-whole-queries"]
+NEWER = ["minimax_m2-rotary-dim"]
 TOKENS = 23
 
 
@@ -110,16 +116,19 @@ def reference(name: str, folder: Path, **save: Any) -> Any:
 
 def reference_grads(model: Any) -> dict[str, torch.Tensor]:
     """Gradients under the names of the checkpoint (in memory transformers fuses the experts)."""
+    minimax = model.config.model_type == "minimax_m2"
+    gate_name, up_name, down_name = ("w1", "w3", "w2") if minimax else ("gate_proj", "up_proj", "down_proj")
     grads = {}
     for name, parameter in model.named_parameters():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if minimax else name
         if name.endswith("experts.gate_up_proj"):
             for expert, matrix in enumerate(parameter.grad):
                 gate, up = matrix.chunk(2)
-                grads |= {name.replace("gate_up_proj", f"{expert}.gate_proj.weight"): gate}
-                grads |= {name.replace("gate_up_proj", f"{expert}.up_proj.weight"): up}
+                grads |= {name.replace("gate_up_proj", f"{expert}.{gate_name}.weight"): gate}
+                grads |= {name.replace("gate_up_proj", f"{expert}.{up_name}.weight"): up}
         elif name.endswith("experts.down_proj"):
             for expert, matrix in enumerate(parameter.grad):
-                grads[name.replace("down_proj", f"{expert}.down_proj.weight")] = matrix
+                grads[name.replace("down_proj", f"{expert}.{down_name}.weight")] = matrix
         else:
             grads[name] = parameter.grad
     return grads
@@ -157,7 +166,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
         assert (grad - their_grads[key]).abs().max() <= 1e-5 * scale, key
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "qwen3-tied", "llama-bias", "glm4_moe-grouped", *MLA_KINDS])
+@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "qwen3-tied", "llama-bias", "glm4_moe-grouped", *MLA_KINDS, *NEWER])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_goes_in_and_out_bit_for_bit(name: str, sharded: bool, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -208,7 +217,7 @@ def test_a_layer_behind_the_last_that_the_config_does_not_announce_is_refused(tm
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "glm4_moe-grouped", *MLA_KINDS])
+@pytest.mark.parametrize("name", ["qwen3_moe-dense-first", "glm4_moe-grouped", *MLA_KINDS, *NEWER])
 def test_transformers_loads_what_we_save(name: str, tmp_path: Path) -> None:
     import transformers
 
@@ -220,7 +229,7 @@ def test_transformers_loads_what_we_save(name: str, tmp_path: Path) -> None:
         assert torch.equal(again(ids_T[None]).logits, theirs(ids_T[None]).logits)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "glm4_moe", "deepseek_v3", "minimax_m2"])
 def test_bf16_logits_are_near_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = in_dtype(reference(name, tmp_path), torch.bfloat16)
     ids_T = tokens()
@@ -233,8 +242,9 @@ def test_bf16_logits_are_near_those_of_transformers(name: str, tmp_path: Path) -
     assert close > 0.8
 
 
-def test_the_older_form_of_the_rope_options_gives_the_same_model(tmp_path: Path) -> None:
-    theirs = reference("llama-tied", tmp_path)
+@pytest.mark.parametrize("name", ["llama-tied", "minimax_m2-rotary-dim"])
+def test_the_older_form_of_the_rope_options_gives_the_same_model(name: str, tmp_path: Path) -> None:
+    theirs = reference(name, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": None}))

@@ -30,8 +30,14 @@ def bind(model: Decoder, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | 
     counts = [spec.hidden, *((spec.num_experts, spec.expert_intermediate) if spec.moe_layers else ())]
     if len(spec.moe_layers) < spec.num_layers:
         counts.append(spec.intermediate)
-    if spec.router_score != "softmax" or spec.shared_intermediate or spec.rotary_factor != 1 or spec.latent is not None:
-        return None  # the kernel knows softmax routing over all experts, no shared expert, plain heads that rotate whole
+    if (
+        spec.router_score != "softmax"
+        or spec.shared_intermediate
+        or spec.rotary_factor != 1
+        or spec.latent is not None
+        or spec.qk_norm_joint
+    ):
+        return None  # the kernel knows softmax routing over all experts, no shared expert, plain heads that are normed and rotated whole
     if _largest_matrix(model) > MAX_MATRIX_BYTES or not can_fuse([*model.parameters()], counts, spec.head_dim):
         return None
     layers = [_layer(block, cache, i) for i, block in enumerate(model.layers) if isinstance(block, Block)]

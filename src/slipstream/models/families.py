@@ -94,7 +94,7 @@ _IMPLEMENTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("attention_dropout", "0", _off),
     ("mlp_bias", "false", _off),
     ("rope_interleaved", "false", _off),
-    ("quantization_config", "null (weights in float32, bfloat16 or float16)", _off),
+    ("quantization_config", "null (weights in float32, bfloat16 or float16: see docs/models.md for how to convert)", _off),
 )
 """Options that change the numbers: key, what is implemented, and whether a value means that. A key that is absent is None."""
 
@@ -118,13 +118,13 @@ def _common_fields(reader: _Reader) -> dict[str, Any]:
     }
 
 
-def _rope(reader: _Reader, partial: float | None = None) -> dict[str, Any]:
+def _rope(reader: _Reader, partial: float | None = None, theta: float = 10000.0) -> dict[str, Any]:
     """Of families without scaled positions.
 
-    `partial`: share of a head that is rotated where the config does not say; None: the family rotates whole heads.
+    `partial`: share of a head that is rotated where the config does not say; None: the family rotates whole heads. `theta` likewise.
     """
     _, options = _rope_options(reader, ("default",))
-    theta = options.get("rope_theta", reader.first("rope_theta", default=10000.0))
+    theta = options.get("rope_theta", reader.first("rope_theta", default=theta))
     factor = options.get("partial_rotary_factor", reader.first("partial_rotary_factor", default=partial or 1.0))
     if (partial is None and factor != 1) or reader.real(factor, "partial_rotary_factor") > 1:
         family, implemented = reader.config["model_type"], "1" if partial is None else "above 0 and at most 1"
@@ -211,6 +211,38 @@ def _glm4_moe(reader: _Reader) -> dict[str, Any]:
     }
 
 
+def _minimax_m2(reader: _Reader) -> dict[str, Any]:
+    for key, implemented, accepts in _MINIMAX_IMPLEMENTED:
+        reader.refuse_unless(key, accepts, implemented)
+    head_dim = reader.number("head_dim", default=_even_share(reader))
+    return {
+        **_rope(reader, partial=reader.number("rotary_dim", default=head_dim) / head_dim, theta=5e6),
+        "head_dim": head_dim,
+        "qk_norm": True,
+        "qk_norm_joint": True,
+        "moe_layers": tuple(range(reader.number("num_hidden_layers"))),
+        "num_experts": reader.number("num_local_experts", "num_experts"),
+        "top_k": reader.number("num_experts_per_tok"),
+        "expert_intermediate": reader.number("intermediate_size"),
+        "router_score": "sigmoid",
+        "router_bias": True,
+        "norm_top_k": True,
+        "prediction_layers": reader.count("num_mtp_modules"),
+    }
+
+
+_MINIMAX_IMPLEMENTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("scoring_func", "'sigmoid'", lambda kind: kind in (None, "sigmoid")),
+    ("use_routing_bias", "true", lambda value: value in (None, True)),
+    ("use_qk_norm", "true", lambda value: value in (None, True)),
+    ("qk_norm_type", "'per_layer'", lambda kind: kind in (None, "per_layer")),
+    ("attn_type_list", "1 (full attention) in every layer", lambda kinds: kinds is None or set(kinds) <= {1}),
+    ("attention_bias", "false", _off),
+    ("shared_intermediate_size", "0", _off),
+    ("router_jitter_noise", "0", _off),
+)
+
+
 def _deepseek_v3(reader: _Reader) -> dict[str, Any]:
     kind, options = _rope_options(reader, ("default", "yarn"))
     yarn, gain = _yarn(reader, options) if kind == "yarn" else (None, 1.0)
@@ -267,5 +299,6 @@ _FAMILIES: dict[str, tuple[str, Callable[[_Reader], dict[str, Any]]]] = {
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
     "llama": ("LlamaForCausalLM", _llama),
     "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", _minimax_m2),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
 }

@@ -38,16 +38,20 @@ class Attention(nn.Module):
         self.out = empty(spec.q_rows, spec.hidden)
         self.qkv_bias = empty(fused) if spec.qkv_bias else None
         self.out_bias = empty(spec.hidden) if spec.out_bias else None
-        self.q_norm = empty(spec.head_dim) if spec.qk_norm else None
-        self.k_norm = empty(spec.head_dim) if spec.qk_norm else None
+        self.joint = spec.qk_norm_joint
+        self.q_norm = empty(spec.q_rows if self.joint else spec.head_dim) if spec.qk_norm else None
+        self.k_norm = empty(spec.kv_rows if self.joint else spec.head_dim) if spec.qk_norm else None
 
     def forward(self, x_TD: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, ctx: Context) -> Tensor:
         qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         q_THd, k_TGd, v_TGd = qkv.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q_THd, k_TGd = rms_norm(q_THd, self.q_norm, self.eps), rms_norm(k_TGd, self.k_norm, self.eps)
+            q_THd, k_TGd = self._normed(q_THd, self.q_norm), self._normed(k_TGd, self.k_norm)
         q_THd, k_TGd = rope(q_THd, k_TGd, cos_Tr, sin_Tr)
         return linear(ctx.attend(self.layer, q_THd, k_TGd, v_TGd).flatten(1), self.out, self.out_bias)
+
+    def _normed(self, x_THd: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x_THd.flatten(1), weight, self.eps).view_as(x_THd) if self.joint else rms_norm(x_THd, weight, self.eps)
 
 
 class DenseFFN(nn.Module):

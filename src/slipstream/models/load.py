@@ -7,11 +7,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.models import deepseek_v3, glm4_moe, hf, llama, qwen3, qwen3_moe
+from slipstream.models import deepseek_v3, glm4_moe, hf, llama, minimax_m2, qwen3, qwen3_moe
 from slipstream.models.decoder import Decoder
 from slipstream.models.spec import ModelSpec
 
-_FAMILIES = {"qwen3_moe": qwen3_moe, "qwen3": qwen3, "llama": llama, "glm4_moe": glm4_moe, "deepseek_v3": deepseek_v3}
+_FAMILIES = {
+    "qwen3_moe": qwen3_moe,
+    "qwen3": qwen3,
+    "llama": llama,
+    "glm4_moe": glm4_moe,
+    "minimax_m2": minimax_m2,
+    "deepseek_v3": deepseek_v3,
+}
 
 
 def build_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:

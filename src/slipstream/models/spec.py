@@ -44,6 +44,8 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    qk_norm_joint: bool = False
+    """One norm over all query heads together and one over all key heads, not one over each head."""
     moe_layers: tuple[int, ...] = ()
     """Decoder layers whose feed-forward part is a mixture of experts, ascending."""
     num_experts: int = 0
@@ -140,7 +142,8 @@ class ModelSpec:
 
     def _attention_params(self) -> int:
         if self.latent is None:
-            matrices = self.hidden * 2 * (self.q_rows + self.kv_rows) + 2 * self.head_dim * self.qk_norm
+            normed = self.q_rows + self.kv_rows if self.qk_norm_joint else 2 * self.head_dim
+            matrices = self.hidden * 2 * (self.q_rows + self.kv_rows) + normed * self.qk_norm
             return matrices + (self.q_rows + 2 * self.kv_rows) * self.qkv_bias + self.hidden * self.out_bias
         q_rank, kv_rank = self.latent.q_rank, self.latent.kv_rank
         queries = (self.hidden + self.q_latent_rows + 1) * q_rank if q_rank else self.hidden * self.q_latent_rows

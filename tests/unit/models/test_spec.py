@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +231,9 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
         {**GLM, "attention_bias": True, "n_shared_experts": 2, "use_qk_norm": True, "num_nextn_predict_layers": 1},
         MLA,
         {**MLA, "attention_bias": True, "q_lora_rank": None},
+        {**MOE, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 6},
     ],
-    ids=["llama", "moe", "mixed", "glm", "mla", "mla-whole-queries"],
+    ids=["llama", "moe", "mixed", "glm", "mla", "mla-whole-queries", "minimax"],
 )
 def test_the_parameter_count_is_that_of_the_built_model(config: dict[str, Any]) -> None:
     spec = ModelSpec.from_config(config)
@@ -394,3 +396,62 @@ def test_the_size_of_deepseek_v3_is_as_published() -> None:
     )
     assert 670.9e9 < spec.num_params < 671.1e9
     assert 36.5e9 < spec.num_active_params < 37.6e9
+
+
+MINIMAX: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "model_type": "minimax_m2",
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+"""config.json of MiniMax-M2, without what does not change the shape."""
+
+
+def test_the_size_of_minimax_m2_is_as_published() -> None:
+    """230 billion parameters, 10 of them active (model card)."""
+    spec = ModelSpec.from_config(MINIMAX)
+    assert 228.5e9 < spec.num_params < 230.5e9
+    assert 9.8e9 < spec.num_active_params < 11.2e9
+    assert (spec.rotary_dim, spec.rope_theta, spec.prediction_layers) == (64, 5e6, 0)
+    assert ModelSpec.from_config({**MINIMAX, "rope_theta": None, "num_mtp_modules": 3}) == replace(spec, prediction_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"use_routing_bias": False}, "use_routing_bias = False"),
+        ({"use_qk_norm": False}, "use_qk_norm = False"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
+        ({"attn_type_list": [1, 0, 1]}, "attn_type_list"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        ({"rotary_dim": 256}, "partial_rotary_factor = 2.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "how to convert"),
+    ],
+)
+def test_what_minimax_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({**MINIMAX, **options})
+    assert named in str(caught.value)
