@@ -44,7 +44,16 @@ MINIMAX = {
     "num_experts_per_tok": 3,
     "rotary_dim": 16,
 }
-FAMILIES = {"qwen3_moe": {}, "glm4_moe": GLM, "minimax_m2": MINIMAX, "deepseek_v3": MLA}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 6,
+    "swiglu_limit": 1.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
+}
+FAMILIES = {"qwen3_moe": {}, "glm4_moe": GLM, "minimax_m2": MINIMAX, "gpt_oss": GPT_OSS, "deepseek_v3": MLA}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -202,7 +211,7 @@ def test_the_fused_step_equals_the_models_own_forward_pass(family_folder, monkey
     np.testing.assert_array_equal(fused_engine.expert_load, plain_engine.expert_load)
 
 
-@pytest.mark.parametrize("family", [GLM, MLA, MINIMAX], ids=["glm4_moe", "deepseek_v3", "minimax_m2"])
+@pytest.mark.parametrize("family", [GLM, MLA, MINIMAX, GPT_OSS], ids=["glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss"])
 def test_an_architecture_that_the_fused_step_does_not_know_takes_the_models_own_forward_pass(tmp_path, family):
     engine = make_engine(write_model(tmp_path / "model", moe=True, **family))
     run(engine, [ask("a", prompt(1, 9))])

@@ -31,6 +31,15 @@ GLM = {**BASE, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediat
 QUARTER = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 WHOLE = {**QUARTER, "partial_rotary_factor": 1.0}
 MINIMAX = {**BASE, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": QUARTER}
+GPT_OSS = {
+    **BASE,
+    "intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 6,
+    "swiglu_limit": 1.0,
+    "rope_parameters": WHOLE,
+}
 MLA = {
     **{key: value for key, value in GLM.items() if key != "head_dim"},
     "num_key_value_heads": 4,
@@ -54,6 +63,15 @@ YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+GPT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", MOE),
     "qwen3_moe-normalised": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "num_experts_per_tok": 3}),
@@ -75,6 +93,11 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2-rotary-dim": ("MiniMaxM2", {**MINIMAX, "rope_parameters": None, "rotary_dim": 12, "num_attention_heads": 8}),
     "minimax_m2-tied": ("MiniMaxM2", {**MINIMAX, "tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
     "minimax_m2-one-expert": ("MiniMaxM2", {**MINIMAX, "num_experts_per_tok": 1, "num_key_value_heads": 1, "head_dim": 24}),
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss-yarn": ("GptOss", {**GPT_OSS, "rope_parameters": GPT_YARN, "swiglu_limit": 7.0, "tie_word_embeddings": True}),
+    "gpt_oss-one-head-group": ("GptOss", {**GPT_OSS, "num_key_value_heads": 1, "head_dim": 24, "num_experts_per_tok": 1}),
+    "gpt_oss-without-bias": ("GptOss", {**GPT_OSS, "attention_bias": False, "swiglu_alpha": 0.5, "num_key_value_heads": 4}),
+    "gpt_oss-windows-last": ("GptOss", {**GPT_OSS, "layer_types": [*["full_attention"] * 2, "sliding_attention"], "sliding_window": 1}),
     "deepseek_v3": ("DeepseekV3", MLA),
     "deepseek_v3-yarn": ("DeepseekV3", {**MLA, "rope_parameters": YARN}),
     "deepseek_v3-yarn-factors": ("DeepseekV3", {**MLA, "rope_parameters": {**YARN, "mscale": 0.7, "beta_fast": 4, "truncate": False}}),
@@ -87,7 +110,7 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("Llama", {**BASE, "attention_bias": True, "head_dim": None, "rms_norm_eps": 1e-3}),
 }
 MLA_KINDS = ["deepseek_v3-yarn", "deepseek_v3-whole-queries"]
-NEWER = ["minimax_m2-rotary-dim"]
+NEWER = ["minimax_m2-rotary-dim", "gpt_oss-yarn"]
 TOKENS = 23
 
 
@@ -121,7 +144,9 @@ def reference_grads(model: Any) -> dict[str, torch.Tensor]:
     grads = {}
     for name, parameter in model.named_parameters():
         name = name.replace(".mlp.", ".block_sparse_moe.") if minimax else name
-        if name.endswith("experts.gate_up_proj"):
+        if model.config.model_type == "gpt_oss":
+            grads[name] = parameter.grad
+        elif name.endswith("experts.gate_up_proj"):
             for expert, matrix in enumerate(parameter.grad):
                 gate, up = matrix.chunk(2)
                 grads |= {name.replace("gate_up_proj", f"{expert}.{gate_name}.weight"): gate}
@@ -162,7 +187,8 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     assert grads.keys() == their_grads.keys()
     largest = max(float(g.abs().max()) for g in their_grads.values())
     for key, grad in grads.items():
-        scale = max(float(their_grads[key].abs().max()), 1e-3 * largest)
+        # a sink's gradient is a sum that cancels: rounding alone moves transformers' by 9e-6 of itself (against float64; ours by 3e-6)
+        scale = max(float(their_grads[key].abs().max()), (1e-2 if key.endswith("sinks") else 1e-3) * largest)
         assert (grad - their_grads[key]).abs().max() <= 1e-5 * scale, key
 
 
@@ -229,7 +255,7 @@ def test_transformers_loads_what_we_save(name: str, tmp_path: Path) -> None:
         assert torch.equal(again(ids_T[None]).logits, theirs(ids_T[None]).logits)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "glm4_moe", "deepseek_v3", "minimax_m2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss"])
 def test_bf16_logits_are_near_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = in_dtype(reference(name, tmp_path), torch.bfloat16)
     ids_T = tokens()

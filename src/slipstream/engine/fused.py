@@ -36,8 +36,14 @@ def bind(model: Decoder, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | 
         or spec.rotary_factor != 1
         or spec.latent is not None
         or spec.qk_norm_joint
+        or spec.clamped is not None
+        or spec.router_logit_bias
+        or spec.sinks
+        or spec.window_layers
     ):
-        return None  # the kernel knows softmax routing over all experts, no shared expert, plain heads that are normed and rotated whole
+        # the kernel knows softmax routing over all experts without biases, no shared expert, and plain heads: normed one by one, rotated
+        # whole, seeing all of their past
+        return None
     if _largest_matrix(model) > MAX_MATRIX_BYTES or not can_fuse([*model.parameters()], counts, spec.head_dim):
         return None
     layers = [_layer(block, cache, i) for i, block in enumerate(model.layers) if isinstance(block, Block)]

@@ -23,7 +23,7 @@ from slipstream.engine.scheduler import Plan
 from slipstream.engine.sequence import SlotTable
 from slipstream.models.context import native_route
 from slipstream.models.decoder import Decoder
-from slipstream.ops import paged_attention, write_kv
+from slipstream.ops import Sight, paged_attention, write_kv
 from slipstream.ops.fused import FusedDecoder
 
 MIN_ROWS = 4
@@ -55,10 +55,10 @@ class PagedContext:
         self._query_starts_S1 = torch.from_numpy(batch.query_starts_S1)
         self._context_S = torch.from_numpy(batch.context_S)
 
-    def attend(self, layer: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, sight: Sight | None = None) -> torch.Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         write_kv(k_TGd, v_TGd, keys, values, self._slots_T)
-        return paged_attention(q_THd, keys, values, self._block_table_SB, self._query_starts_S1, self._context_S, self._scale)
+        return paged_attention(q_THd, keys, values, self._block_table_SB, self._query_starts_S1, self._context_S, self._scale, sight)
 
     def route(self, moe_layer: int, scores_TE: torch.Tensor, top_k: int) -> torch.Tensor:
         ids_TK = native_route(scores_TE, top_k)

@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import StateError
-from slipstream.ops import DocLayout, doc_attention
+from slipstream.ops import DocLayout, Sight, doc_attention
 from slipstream.ops.attention import Documents
 
 
 class Context(Protocol):
     """What a forward pass needs from outside. One context serves one pass."""
 
-    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        """Attention output [T, H, d] of decoder layer `layer`; q and k are normed and rotated. Scores are scaled by d^-1/2."""
+    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
+        """Attention output [T, H, d] of decoder layer `layer`; q and k are normed and rotated. Scores are scaled by d^-1/2.
+
+        `sight`: windows and sinks; None: every token sees all of its past.
+        """
         ...
 
     def route(self, moe_layer: int, scores_TE: Tensor, top_k: int) -> Tensor:
@@ -66,8 +69,8 @@ class FullContext:
         self._used: dict[int, Tensor] = {}
         self._native: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        return doc_attention(q_THd, k_TGd, v_TGd, self._layout, q_THd.shape[-1] ** -0.5)
+    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
+        return doc_attention(q_THd, k_TGd, v_TGd, self._layout, q_THd.shape[-1] ** -0.5, sight)
 
     def route(self, moe_layer: int, scores_TE: Tensor, top_k: int) -> Tensor:
         forced_TK = None if self._forced_LTK is None else self._forced_LTK[moe_layer]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import ModelError
-from slipstream.models.parts import Latent, Yarn
+from slipstream.models.parts import ClampedGlu, Latent, Yarn
 
 
 def read_options(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -25,11 +26,13 @@ def read_options(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if family not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
         raise ModelError(f"{source}: model_type = {family!r} is not supported; slipstream implements {supported}")
-    architecture, fields = _FAMILIES[family]
-    reader.refuse_unless("architectures", lambda names: names is None or architecture in names, f"[{architecture!r}]")
+    known = _FAMILIES[family]
+    reader.refuse_unless("architectures", lambda names: names is None or known.architecture in names, f"[{known.architecture!r}]")
+    kinds = " or ".join(repr(kind) for kind in known.layer_kinds)
+    reader.refuse_unless("layer_types", lambda given: given is None or set(given) <= {*known.layer_kinds}, f"{kinds} in every layer")
     for key, implemented, accepts in _IMPLEMENTED:
         reader.refuse_unless(key, accepts, implemented)
-    return {"family": family, **_common_fields(reader), **fields(reader)}
+    return {"family": family, **_common_fields(reader), **known.fields(reader)}
 
 
 class _Reader:
@@ -90,7 +93,6 @@ def _off(value: Any) -> bool:
 _IMPLEMENTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("hidden_act", "'silu'", lambda value: value in (None, "silu")),
     ("use_sliding_window", "false", _off),
-    ("layer_types", "'full_attention' in every layer", lambda kinds: kinds is None or set(kinds) <= {"full_attention"}),
     ("attention_dropout", "0", _off),
     ("mlp_bias", "false", _off),
     ("rope_interleaved", "false", _off),
@@ -110,7 +112,7 @@ def _common_fields(reader: _Reader) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": reader.number("num_key_value_heads", default=heads),
         "max_positions": reader.number("max_position_embeddings"),
-        "rms_eps": reader.real(reader.config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        "rms_eps": reader.real(reader.first("rms_norm_eps", default=1e-6), "rms_norm_eps"),
         "tie_embeddings": reader.flag("tie_word_embeddings"),
         "qkv_bias": reader.flag("attention_bias"),
         "eos_ids": reader.integers("eos_token_id"),
@@ -243,6 +245,35 @@ _MINIMAX_IMPLEMENTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 )
 
 
+def _gpt_oss(reader: _Reader) -> dict[str, Any]:
+    kind, options = _rope_options(reader, ("default", "yarn"))
+    if not options:
+        raise ModelError(f"{reader.source}: rope_scaling (or rope_parameters) is missing; it is required for model_type 'gpt_oss'")
+    num_layers = reader.number("num_hidden_layers")
+    kinds = reader.first("layer_types", default=[("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)])
+    if len(kinds) != num_layers:
+        raise ModelError(f"{reader.source}: layer_types has {len(kinds)} entries; expected num_hidden_layers = {num_layers}")
+    alpha, limit = reader.first("swiglu_alpha", default=1.702), reader.first("swiglu_limit", default=7.0)
+    return {
+        "rope_theta": reader.real(options.get("rope_theta", reader.first("rope_theta", default=150000.0)), "rope_theta"),
+        "yarn": _yarn(reader, options)[0] if kind == "yarn" else None,
+        "rms_eps": reader.real(reader.first("rms_norm_eps", default=1e-5), "rms_norm_eps"),
+        "head_dim": reader.number("head_dim", default=64),
+        "qkv_bias": reader.flag("attention_bias", default=True),
+        "out_bias": reader.flag("attention_bias", default=True),
+        "sinks": True,
+        "window": reader.number("sliding_window", default=128),
+        "window_layers": tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention"),
+        "moe_layers": tuple(range(num_layers)),
+        "num_experts": reader.number("num_local_experts", "num_experts"),
+        "top_k": reader.number("num_experts_per_tok", "experts_per_token"),
+        "expert_intermediate": reader.number("intermediate_size"),
+        "clamped": ClampedGlu(alpha=reader.real(alpha, "swiglu_alpha"), limit=reader.real(limit, "swiglu_limit")),
+        "router_logit_bias": True,
+        "norm_top_k": True,
+    }
+
+
 def _deepseek_v3(reader: _Reader) -> dict[str, Any]:
     kind, options = _rope_options(reader, ("default", "yarn"))
     yarn, gain = _yarn(reader, options) if kind == "yarn" else (None, 1.0)
@@ -294,11 +325,21 @@ def _even_share(reader: _Reader) -> int:
     return max(1, reader.number("hidden_size") // reader.number("num_attention_heads"))
 
 
-_FAMILIES: dict[str, tuple[str, Callable[[_Reader], dict[str, Any]]]] = {
-    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
-    "qwen3": ("Qwen3ForCausalLM", _qwen3),
-    "llama": ("LlamaForCausalLM", _llama),
-    "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
-    "minimax_m2": ("MiniMaxM2ForCausalLM", _minimax_m2),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
+@dataclass(frozen=True, slots=True)
+class _Family:
+    architecture: str
+    """As `architectures` of config.json names it."""
+    fields: Callable[[_Reader], dict[str, Any]]
+    layer_kinds: tuple[str, ...] = ("full_attention",)
+    """What `layer_types` may say."""
+
+
+_FAMILIES: dict[str, _Family] = {
+    "qwen3_moe": _Family("Qwen3MoeForCausalLM", _qwen3_moe),
+    "qwen3": _Family("Qwen3ForCausalLM", _qwen3),
+    "llama": _Family("LlamaForCausalLM", _llama),
+    "glm4_moe": _Family("Glm4MoeForCausalLM", _glm4_moe),
+    "minimax_m2": _Family("MiniMaxM2ForCausalLM", _minimax_m2),
+    "gpt_oss": _Family("GptOssForCausalLM", _gpt_oss, ("full_attention", "sliding_attention")),
+    "deepseek_v3": _Family("DeepseekV3ForCausalLM", _deepseek_v3),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.models import deepseek_v3, glm4_moe, hf, llama, minimax_m2, qwen3, qwen3_moe
+from slipstream.models import deepseek_v3, glm4_moe, gpt_oss, hf, llama, minimax_m2, qwen3, qwen3_moe
 from slipstream.models.decoder import Decoder
 from slipstream.models.spec import ModelSpec
 
@@ -17,6 +17,7 @@ _FAMILIES = {
     "llama": llama,
     "glm4_moe": glm4_moe,
     "minimax_m2": minimax_m2,
+    "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
 }
 
@@ -53,7 +54,7 @@ def _initialise(model: Decoder, seed: int) -> None:
     """Normal weights with standard deviation 1/sqrt(inputs), so that activations keep their size at any width.
 
     What writes into the residual stream is divided by sqrt(2 · layers) (Radford et al., "Language Models are Unsupervised Multitask
-    Learners", 2019, section 2.3). Norms are 1, biases 0.
+    Learners", 2019, section 2.3). Norms are 1, biases and sinks 0.
     """
     generator = torch.Generator().manual_seed(seed)
     depth_scale = (2 * model.spec.num_layers) ** -0.5
@@ -61,7 +62,7 @@ def _initialise(model: Decoder, seed: int) -> None:
         last = name.rsplit(".", 1)[-1]
         if "norm" in last:
             parameter.fill_(1.0)
-        elif last.endswith("bias"):
+        elif last.endswith("bias") or last == "sinks":
             parameter.zero_()
         else:
             inputs = parameter.shape[-1] if last in ("embed", "head") else parameter.shape[-2]

@@ -34,3 +34,13 @@ class Latent:
     """The checkpoint rotates features 2i and 2i + 1 together, not i and i + r/2."""
     score_gain: float
     """Scores are multiplied with this beside (nope_dim + rope_dim)^-1/2."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGlu:
+    """The activation of gpt-oss's experts (see `ops.clamped_experts`)."""
+
+    alpha: float
+    """Steepness of the gate's sigmoid."""
+    limit: float
+    """Gates are cut above it, the other factors at ± it."""

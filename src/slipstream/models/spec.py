@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from slipstream.errors import ModelError
 from slipstream.models.families import read_options
-from slipstream.models.parts import Latent, Yarn
+from slipstream.models.parts import ClampedGlu, Latent, Yarn
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,11 @@ class ModelSpec:
     qk_norm: bool = False
     qk_norm_joint: bool = False
     """One norm over all query heads together and one over all key heads, not one over each head."""
+    window: int = 0
+    """Tokens that a query of the `window_layers` sees, itself among them."""
+    window_layers: tuple[int, ...] = ()
+    sinks: bool = False
+    """A learned score a head that takes part in every softmax of the attention and has no value."""
     moe_layers: tuple[int, ...] = ()
     """Decoder layers whose feed-forward part is a mixture of experts, ascending."""
     num_experts: int = 0
@@ -53,6 +58,10 @@ class ModelSpec:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     """Features of the expert that every token of an MoE layer takes beside the chosen ones; 0: none."""
+    clamped: ClampedGlu | None = None
+    """Experts with this activation, and with biases."""
+    router_logit_bias: bool = False
+    """A bias that is part of the router's logits and is trained, other than `router_bias`."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """What the router makes of its logits; see `models.router` for this and the following."""
     router_bias: bool = False
@@ -136,7 +145,9 @@ class ModelSpec:
     def _params(self, experts: int) -> int:
         dense = 3 * self.hidden * self.intermediate * (self.num_layers - len(self.moe_layers))
         chosen_and_shared = 3 * self.hidden * (self.expert_intermediate * experts + self.shared_intermediate)
-        moe = (chosen_and_shared + (self.hidden + self.router_bias) * self.num_experts) * len(self.moe_layers)
+        biases = (2 * self.expert_intermediate + self.hidden) * experts * (self.clamped is not None)
+        router = (self.hidden + self.router_bias + self.router_logit_bias) * self.num_experts
+        moe = (chosen_and_shared + biases + router) * len(self.moe_layers)
         ends = self.vocab_size * self.hidden * (1 if self.tie_embeddings else 2) + self.hidden
         return (self._attention_params() + 2 * self.hidden) * self.num_layers + dense + moe + ends
 
@@ -144,7 +155,8 @@ class ModelSpec:
         if self.latent is None:
             normed = self.q_rows + self.kv_rows if self.qk_norm_joint else 2 * self.head_dim
             matrices = self.hidden * 2 * (self.q_rows + self.kv_rows) + normed * self.qk_norm
-            return matrices + (self.q_rows + 2 * self.kv_rows) * self.qkv_bias + self.hidden * self.out_bias
+            biases = (self.q_rows + 2 * self.kv_rows) * self.qkv_bias + self.hidden * self.out_bias
+            return matrices + biases + self.num_heads * self.sinks
         q_rank, kv_rank = self.latent.q_rank, self.latent.kv_rank
         queries = (self.hidden + self.q_latent_rows + 1) * q_rank if q_rank else self.hidden * self.q_latent_rows
         keys_values = self.hidden * self.kv_down_rows + kv_rank * (1 + self.kv_up_rows)

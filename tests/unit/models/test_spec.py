@@ -57,6 +57,40 @@ MLA: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+"""config.json of gpt-oss-120b, without what does not change the shape (and without the quantisation, which is refused)."""
 YARN: dict[str, Any] = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -232,13 +266,16 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
         MLA,
         {**MLA, "attention_bias": True, "q_lora_rank": None},
         {**MOE, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 6},
+        {**GPT_OSS, "num_hidden_layers": 3, "layer_types": None},
+        {**GPT_OSS, "num_hidden_layers": 3, "layer_types": None, "attention_bias": False},
     ],
-    ids=["llama", "moe", "mixed", "glm", "mla", "mla-whole-queries", "minimax"],
+    ids=["llama", "moe", "mixed", "glm", "mla", "mla-whole-queries", "minimax", "gpt-oss", "gpt-oss-without-bias"],
 )
 def test_the_parameter_count_is_that_of_the_built_model(config: dict[str, Any]) -> None:
     spec = ModelSpec.from_config(config)
     assert spec.num_params == sum(p.numel() for p in build_model(spec, device="meta").parameters())
-    unused = 3 * spec.hidden * spec.expert_intermediate * (spec.num_experts - spec.top_k) * len(spec.moe_layers)
+    biases = (2 * spec.expert_intermediate + spec.hidden) * (spec.clamped is not None)
+    unused = (3 * spec.hidden * spec.expert_intermediate + biases) * (spec.num_experts - spec.top_k) * len(spec.moe_layers)
     assert spec.num_params - spec.num_active_params == unused
 
 
@@ -454,4 +491,31 @@ def test_the_size_of_minimax_m2_is_as_published() -> None:
 def test_what_minimax_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_config({**MINIMAX, **options})
+    assert named in str(caught.value)
+
+
+def test_the_size_of_gpt_oss_120b_is_as_published() -> None:
+    """116.8 billion parameters, 5.1 of them active (model card, table 1; the active ones without the embedding, with the head)."""
+    spec = ModelSpec.from_config(GPT_OSS)
+    assert 116.7e9 < spec.num_params < 116.9e9
+    assert 5.0e9 < spec.num_active_params - spec.vocab_size * spec.hidden < 5.2e9
+    assert (spec.window, spec.window_layers) == (128, tuple(range(0, 36, 2)))
+    left_out = ("layer_types", "attention_bias", "rms_norm_eps", "rope_theta", "sliding_window", "swiglu_limit", "num_experts_per_tok")
+    assert ModelSpec.from_config({**GPT_OSS, **dict.fromkeys(left_out)}) == spec
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rope_scaling": None}, "rope_scaling (or rope_parameters) is missing"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries; expected num_hidden_layers = 36"),
+        ({"layer_types": ["chunked_attention"] * 36}, "'full_attention' or 'sliding_attention' in every layer"),
+        ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"swiglu_limit": -1.0}, "swiglu_limit = -1.0"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "how to convert"),
+    ],
+)
+def test_what_gpt_oss_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({**GPT_OSS, **options})
     assert named in str(caught.value)
