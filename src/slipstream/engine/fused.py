@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.engine.kv import KvCache
 from slipstream.models.decoder import Decoder
-from slipstream.models.layers import Attention, Block, MoE
+from slipstream.models.layers import Attention, Block, DenseFFN, Experts, MoE
 from slipstream.models.rotary import rope_tables
 from slipstream.models.spec import ModelSpec
 from slipstream.ops.fused import FusedDecoder, FusedLayer, FusedSizes, can_fuse
@@ -67,6 +67,7 @@ def _layer(block: Block, cache: KvCache, index: int) -> FusedLayer:
     attention, ffn = block.attention, block.ffn
     assert isinstance(attention, Attention)
     weights = ffn.experts if isinstance(ffn, MoE) else ffn
+    assert isinstance(weights, Experts | DenseFFN)
     return FusedLayer(
         attention_norm=block.attention_norm,
         qkv=attention.qkv,

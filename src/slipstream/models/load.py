@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.models import deepseek_v3, glm4_moe, gpt_oss, hf, llama, minimax_m2, qwen3, qwen3_moe
+from slipstream.models import deepseek_v3, deepseek_v32, glm4_moe, glm_moe_dsa, gpt_oss, hf, llama, minimax_m2, qwen3, qwen3_moe
 from slipstream.models.decoder import Decoder
 from slipstream.models.spec import ModelSpec
 
@@ -19,6 +19,8 @@ _FAMILIES = {
     "minimax_m2": minimax_m2,
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
+    "glm_moe_dsa": glm_moe_dsa,
 }
 
 
@@ -60,10 +62,10 @@ def _initialise(model: Decoder, seed: int) -> None:
     depth_scale = (2 * model.spec.num_layers) ** -0.5
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
-        if "norm" in last:
-            parameter.fill_(1.0)
-        elif last.endswith("bias") or last == "sinks":
+        if last.endswith("bias") or last == "sinks":
             parameter.zero_()
+        elif "norm" in last:
+            parameter.fill_(1.0)
         else:
             inputs = parameter.shape[-1] if last in ("embed", "head") else parameter.shape[-2]
             values: Tensor = torch.randn(parameter.shape, generator=generator) * inputs**-0.5

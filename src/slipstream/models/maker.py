@@ -72,6 +72,17 @@ _SIGMOID_MOE: Mapping[str, Any] = {
     "routed_scaling_factor": 1.0,
     "num_nextn_predict_layers": 0,
 }
+_LATENT: Mapping[str, Any] = {
+    **_SIGMOID_MOE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "rope_interleave": True,
+}
+_SPARSE: Mapping[str, Any] = {**_LATENT, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 32}
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "tiny-moe": {
@@ -145,18 +156,24 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "swiglu_limit": 7.0,
         },
         "tiny-deepseek": {
-            **_SIGMOID_MOE,
+            **_LATENT,
             "model_type": "deepseek_v3",
             "architectures": ["DeepseekV3ForCausalLM"],
             "n_group": 4,
             "topk_group": 2,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 48,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 16,
-            "rope_interleave": True,
+        },
+        "tiny-deepseek-v32": {
+            **_SPARSE,
+            "model_type": "deepseek_v32",
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        "tiny-glm-dsa": {
+            **_SPARSE,
+            "model_type": "glm_moe_dsa",
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "indexer_types": ["full", "full", "shared", "shared"],
         },
         "tiny-dense": {
             **_COMMON,

@@ -44,3 +44,17 @@ class ClampedGlu:
     """Steepness of the gate's sigmoid."""
     limit: float
     """Gates are cut above it, the other factors at ± it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Sparse attention: which tokens a token sees is chosen by an indexer (see `models.indexer`)."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+    """Tokens that a token sees at most."""
+    interleaved: bool
+    """As in `Latent`, of the indexer's own heads."""
+    sources: tuple[int, ...]
+    """Of each layer: the layer whose choice it takes, itself or an earlier one."""

@@ -5,6 +5,7 @@ do not depend on the rest of the batch, and `paged_attention` has no gradient.
 
 from slipstream.ops.attention import DocLayout, Sight, doc_attention, paged_attention, write_kv
 from slipstream.ops.experts import clamped_experts, experts
+from slipstream.ops.indexer import doc_index, paged_index, write_index
 from slipstream.ops.logprobs import token_logprobs
 from slipstream.ops.norm import rms_norm
 from slipstream.ops.rope import rope
@@ -14,10 +15,13 @@ __all__ = [
     "Sight",
     "clamped_experts",
     "doc_attention",
+    "doc_index",
     "experts",
     "paged_attention",
+    "paged_index",
     "rms_norm",
     "rope",
     "token_logprobs",
+    "write_index",
     "write_kv",
 ]

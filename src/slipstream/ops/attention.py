@@ -7,7 +7,7 @@ d head features, D documents, S sequences, N blocks, B tokens per block or block
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -72,12 +72,19 @@ class Sight:
     """Scores of one more key a head that every query sees and whose value is zero: it takes attention and gives nothing back
     (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023). Differentiable."""
 
-    def mask(self, query_SQ: Tensor, key_C: Tensor) -> Tensor:
-        """Which keys [S, 1, Q, C] the queries see; both are given by position in their sequence."""
-        age_SQC = query_SQ.unsqueeze(-1) - key_C
+    selected_TK: Tensor | None = None
+    """Positions within its document or sequence of the only tokens that a query may see; -1: none (see `ops.indexer`)."""
+
+    def mask(self, row_SQ: Tensor, place_SQ: Tensor, key_C: Tensor) -> Tensor:
+        """Which keys [S, 1, Q, C] the queries see. `row`: of a query in T; `place` and `key`: position in the sequence."""
+        age_SQC = place_SQ.unsqueeze(-1) - key_C
         seen_SQC = age_SQC >= 0
         if self.window:
             seen_SQC = seen_SQC & (age_SQC < self.window)
+        if self.selected_TK is not None:
+            ids_SQK = self.selected_TK[row_SQ].long()
+            chosen = seen_SQC.new_zeros(*row_SQ.shape, len(key_C) + 1)  # the last column takes the -1
+            seen_SQC = seen_SQC & chosen.scatter_(-1, ids_SQK.where(ids_SQK >= 0, len(key_C)), True)[..., :-1]
         return seen_SQC.unsqueeze(1)
 
 
@@ -152,7 +159,7 @@ def _bucket_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, gather_DP: Te
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     else:
         place_P = torch.arange(size, device=q.device)
-        out = _masked_attention(q, k, v, sight.mask(place_P[None], place_P), scale, sight.sinks_H)
+        out = _masked_attention(q, k, v, sight.mask(gather_DP, place_P[None], place_P), scale, sight.sinks_H)
     return out.transpose(1, 2).reshape(docs * size, *q_THd.shape[1:])
 
 
@@ -235,33 +242,42 @@ def paged_attention_reference(
     sight: Sight | None = None,
 ) -> Tensor:
     """The same in plain torch: decoding sequences together, prefill chunks one at a time."""
-    out_THd, starts = torch.empty_like(q_THd), query_starts_S1.tolist()
-    lengths = [end - begin for begin, end in pairwise(starts)]
-    decoding, chunks = [s for s, n in enumerate(lengths) if n == 1], [[s] for s, n in enumerate(lengths) if n > 1]
-    for group in ([decoding] if decoding else []) + chunks:
-        first_S = torch.tensor([starts[s] for s in group], device=q_THd.device)
-        row_SQ = first_S[:, None] + torch.arange(starts[group[0] + 1] - starts[group[0]], device=q_THd.device)
-        out = _padded_attention(q_THd[row_SQ], k_cache_NBGd, v_cache_NBGd, block_table_SB[group], context_S[group], scale, sight or Sight())
-        out_THd[row_SQ] = out.to(q_THd.dtype)
+    out_THd = torch.empty_like(q_THd)
+    for group, row_SQ in equal_batches(query_starts_S1):
+        context, table, queries = context_S[group], block_table_SB[group], row_SQ.shape[1]
+        slot_SC, exists_SC = context_slots(table, context, k_cache_NBGd.shape[1])
+        k, v = (  # what lies behind a context is replaced by zeros
+            cache.flatten(0, 1)[slot_SC].float().masked_fill(~exists_SC[:, :, None, None], 0).transpose(1, 2)
+            for cache in (k_cache_NBGd, v_cache_NBGd)
+        )
+        place_SQ, key_C = query_places(context, queries), torch.arange(slot_SC.shape[1], device=q_THd.device)
+        seen = (sight or Sight()).mask(row_SQ, place_SQ, key_C)
+        out = _masked_attention(q_THd[row_SQ].float().transpose(1, 2), k, v, seen, scale, sight.sinks_H if sight else None)
+        out_THd[row_SQ] = out.transpose(1, 2).to(q_THd.dtype)
     return out_THd
 
 
-def _padded_attention(
-    q_SQHd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, block_table_SB: Tensor, context_S: Tensor, scale: float, sight: Sight
-) -> Tensor:
-    """Sequences with equally many queries, contexts padded to the longest (C). What lies behind a context is replaced by zeros."""
-    block, queries, longest = k_cache_NBGd.shape[1], q_SQHd.shape[1], int(context_S.max())
-    place_C = torch.arange(longest, device=q_SQHd.device)
+def equal_batches(query_starts_S1: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+    """(sequences with equally many queries, rows of those [S, Q]): all that decode together, prefill chunks one at a time."""
+    starts = query_starts_S1.tolist()
+    lengths = [end - begin for begin, end in pairwise(starts)]
+    decoding, chunks = [s for s, n in enumerate(lengths) if n == 1], [[s] for s, n in enumerate(lengths) if n > 1]
+    for group in ([decoding] if decoding else []) + chunks:
+        first_S = torch.tensor([starts[s] for s in group], device=query_starts_S1.device)
+        yield group, first_S[:, None] + torch.arange(lengths[group[0]], device=query_starts_S1.device)
+
+
+def context_slots(block_table_SB: Tensor, context_S: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(slot in the cache of each token [S, C], whether it exists): contexts are padded to the longest."""
+    place_C = torch.arange(int(context_S.max()), device=context_S.device)
     exists_SC = place_C < context_S[:, None]
-    slots_SC = block_table_SB.long()[:, place_C // block] * block + place_C % block
-    slots_SC = slots_SC.where(exists_SC, 0)
-    k, v = (
-        cache.flatten(0, 1)[slots_SC].float().masked_fill(~exists_SC[:, :, None, None], 0).transpose(1, 2)
-        for cache in (k_cache_NBGd, v_cache_NBGd)
-    )
-    position_SQ = (context_S - queries)[:, None] + torch.arange(queries, device=q_SQHd.device)
-    out = _masked_attention(q_SQHd.float().transpose(1, 2), k, v, sight.mask(position_SQ, place_C), scale, sight.sinks_H)
-    return out.transpose(1, 2)
+    slot_SC = block_table_SB.long()[:, place_C // block] * block + place_C % block
+    return slot_SC.where(exists_SC, 0), exists_SC
+
+
+def query_places(context_S: Tensor, queries: int) -> Tensor:
+    """Positions [S, Q] of the last `queries` tokens of each context."""
+    return (context_S - queries)[:, None] + torch.arange(queries, device=context_S.device)
 
 
 def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, slots_T: Tensor) -> None:

@@ -57,6 +57,53 @@ MLA: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+DSA: dict[str, Any] = {
+    **MLA,
+    "model_type": "glm_moe_dsa",
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
+GLM_5: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+"""The shape of GLM-5."""
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
@@ -268,8 +315,10 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
         {**MOE, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 6},
         {**GPT_OSS, "num_hidden_layers": 3, "layer_types": None},
         {**GPT_OSS, "num_hidden_layers": 3, "layer_types": None, "attention_bias": False},
+        {**DSA, "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]},
+        {**DSA, "indexer_types": ["full", "shared", "full"]},
     ],
-    ids=["llama", "moe", "mixed", "glm", "mla", "mla-whole-queries", "minimax", "gpt-oss", "gpt-oss-without-bias"],
+    ids=["llama", "moe", "mixed", "glm", "mla", "mla-whole-queries", "minimax", "gpt-oss", "gpt-oss-without-bias", "dsa", "dsa-shared"],
 )
 def test_the_parameter_count_is_that_of_the_built_model(config: dict[str, Any]) -> None:
     spec = ModelSpec.from_config(config)
@@ -518,4 +567,47 @@ def test_the_size_of_gpt_oss_120b_is_as_published() -> None:
 def test_what_gpt_oss_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_config({**GPT_OSS, **options})
+    assert named in str(caught.value)
+
+
+def test_the_sizes_of_glm_5_are_as_published() -> None:
+    """744 billion parameters, 40 of them active (GLM-5 report, without the embedding); of GLM-5.2 only 21 of 78 layers have an indexer."""
+    five = ModelSpec.from_config(GLM_5)
+    assert 743.8e9 < five.num_params < 744.0e9
+    assert 40e9 < five.num_active_params - five.vocab_size * five.hidden < 41e9
+    assert five.index_layers == tuple(range(78))
+    shared = ModelSpec.from_config({**GLM_5, "index_topk_freq": 4, "index_skip_topk_offset": 3})
+    assert shared.index_layers == (0, 1, 2, *range(6, 78, 4)) and len(shared.index_layers) == 21
+    assert shared.indexer is not None and shared.indexer.sources[:12] == (0, 1, 2, 2, 2, 2, 6, 6, 6, 6, 10, 10)
+    assert 743.3e9 < shared.num_params < 743.5e9
+
+
+def test_every_way_of_saying_which_layers_share_is_read() -> None:
+    named = ModelSpec.from_config({**DSA, "indexer_types": ["full", "shared", "full"]})
+    assert named.indexer is not None and named.indexer.sources == (0, 0, 2)
+    for other in ({"index_topk_pattern": "FSF"}, {"index_topk_freq": 2, "index_skip_topk_offset": 1}):
+        assert ModelSpec.from_config({**DSA, **other}) == named
+    assert ModelSpec.from_config({**DSA, "mlp_layer_types": ["sparse", "dense", "sparse"]}).moe_layers == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"indexer_types": ["shared", "full", "full"]}, "the first 'full'"),
+        ({"indexer_types": ["full"]}, "expected 3 of"),
+        ({"index_topk_pattern": "FXF"}, "'X'"),
+        ({"index_topk": 0}, "index_topk = 0"),
+        ({"index_n_heads": None}, "index_n_heads is missing"),
+        ({"index_head_dim": 4}, "index_head_dim = 4 is less than qk_rope_head_dim = 8"),
+        ({"q_lora_rank": None}, "q_lora_rank is missing"),
+        ({"rope_interleave": False}, "rope_interleave = False"),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave = False"),
+        ({"layer_types": ["full_attention"] * 3}, "'indexed_attention' in every layer"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "how to convert"),
+    ],
+)
+def test_what_sparse_attention_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({**DSA, **options})
     assert named in str(caught.value)
