@@ -34,7 +34,7 @@ class Plain:
         self.forced_TLK = forced_TLK
         self.used_LTK: list[Tensor] = []
 
-    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: None = None) -> Tensor:
         repeats = q_THd.shape[1] // k_TGd.shape[1]
         k_THd, v_THd = k_TGd.repeat_interleave(repeats, dim=1), v_TGd.repeat_interleave(repeats, dim=1)
         scores_HTT = torch.einsum("thd,shd->hts", q_THd, k_THd) / q_THd.shape[-1] ** 0.5

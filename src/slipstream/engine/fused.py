@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.engine.kv import KvCache
 from slipstream.models.decoder import Decoder
-from slipstream.models.layers import Attention, Block, MoE
+from slipstream.models.layers import Attention, Block, DenseFFN, Experts, MoE
 from slipstream.models.rotary import rope_tables
 from slipstream.models.spec import ModelSpec
 from slipstream.ops.fused import FusedDecoder, FusedLayer, FusedSizes, can_fuse
@@ -30,8 +30,20 @@ def bind(model: Decoder, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | 
     counts = [spec.hidden, *((spec.num_experts, spec.expert_intermediate) if spec.moe_layers else ())]
     if len(spec.moe_layers) < spec.num_layers:
         counts.append(spec.intermediate)
-    if spec.router_score != "softmax" or spec.shared_intermediate or spec.rotary_factor != 1 or spec.latent is not None:
-        return None  # the kernel knows softmax routing over all experts, no shared expert, plain heads that rotate whole
+    if (
+        spec.router_score != "softmax"
+        or spec.shared_intermediate
+        or spec.rotary_factor != 1
+        or spec.latent is not None
+        or spec.qk_norm_joint
+        or spec.clamped is not None
+        or spec.router_logit_bias
+        or spec.sinks
+        or spec.window_layers
+    ):
+        # the kernel knows softmax routing over all experts without biases, no shared expert, and plain heads: normed one by one, rotated
+        # whole, seeing all of their past
+        return None
     if _largest_matrix(model) > MAX_MATRIX_BYTES or not can_fuse([*model.parameters()], counts, spec.head_dim):
         return None
     layers = [_layer(block, cache, i) for i, block in enumerate(model.layers) if isinstance(block, Block)]
@@ -55,6 +67,7 @@ def _layer(block: Block, cache: KvCache, index: int) -> FusedLayer:
     attention, ffn = block.attention, block.ffn
     assert isinstance(attention, Attention)
     weights = ffn.experts if isinstance(ffn, MoE) else ffn
+    assert isinstance(weights, Experts | DenseFFN)
     return FusedLayer(
         attention_norm=block.attention_norm,
         qkv=attention.qkv,

@@ -113,7 +113,8 @@ class BlockPool:
 
 
 class KvCache:
-    """The arrays. `keys[layer]` and `values[layer]` are [N, B, G, d]; `routing` is [N * B, L, K]; `versions_N` says who wrote a block."""
+    """The arrays. `keys[layer]` and `values[layer]` are [N, B, G, d]; `index_keys[layer]` is [N, B, i] where a layer chooses what it sees
+    (sparse attention); `routing` is [N * B, L, K]; `versions_N` says who wrote a block."""
 
     def __init__(self, spec: ModelSpec, block_tokens: int, memory_mib: int, dtype: torch.dtype, capture: bool) -> None:
         self.block_tokens = block_tokens
@@ -124,6 +125,11 @@ class KvCache:
         self.keys, self.values = (
             [in_large_pages(torch.empty(shape, dtype=dtype)).zero_() for _ in range(spec.num_layers)] for _ in range(2)
         )
+        self.index_keys = {
+            layer: torch.zeros(self.num_blocks, block_tokens, spec.indexer.head_dim, dtype=dtype)
+            for layer in spec.index_layers
+            if spec.indexer is not None
+        }
         rows = (self.num_blocks * block_tokens, self.num_moe_layers, spec.top_k if self.num_moe_layers else 0)
         self.routing = np.zeros(rows, self.row_dtype)
         self.versions_N = np.zeros(self.num_blocks, np.int32)

@@ -17,8 +17,10 @@ def routing_item_bytes(spec: ModelSpec) -> int:
 
 
 def block_bytes(spec: ModelSpec, block_tokens: int, item_bytes: int, capture: bool) -> int:
-    """Bytes of one KV block over all layers: keys, values, and with `capture` the routing rows."""
+    """Bytes of one KV block over all layers: keys, values, index keys of sparse attention, and with `capture` the routing rows."""
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
+    if spec.indexer is not None:
+        token_bytes += len(spec.index_layers) * spec.indexer.head_dim * item_bytes
     if capture:
         token_bytes += len(spec.moe_layers) * spec.top_k * routing_item_bytes(spec)
     return token_bytes * block_tokens

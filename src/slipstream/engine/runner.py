@@ -1,13 +1,15 @@
 """Runs the model on one planned step: gathers the flat batch from the slot table, and keeps KV and routing rows of what was processed.
 
 Small fp32 models run in one native call (`engine.fused`). Everything else takes the model's own forward pass with `PagedContext` at its
-two seams: `attend` writes the new keys and values into the paged cache and attends over it; `route` takes the model's own choice of
+seams: `attend` writes the new keys and values into the paged cache and attends over it (`select` does the same with the index keys of
+sparse attention, and chooses); `route` takes the model's own choice of
 experts and keeps it. Knows nothing of requests or sampling.
 
 On the second path, small fp32 batches are padded to four rows with copies of row 0 (same token, position and KV slot, so the same values
 are written twice): below four rows, torch's matrix products take another path and a token's result depends on who else is in the batch.
 
-Shape suffixes: T tokens of the step, S sequences, H query heads, G KV heads, d head dim, L MoE layers, K experts, E expert count.
+Shape suffixes: T tokens of the step, S sequences, H query heads, G KV heads, d head dim, J index heads, i features of them, L MoE layers,
+K experts, E expert count.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from slipstream.engine.scheduler import Plan
 from slipstream.engine.sequence import SlotTable
 from slipstream.models.context import native_route
 from slipstream.models.decoder import Decoder
-from slipstream.ops import paged_attention, write_kv
+from slipstream.ops import Sight, paged_attention, paged_index, write_index, write_kv
 from slipstream.ops.fused import FusedDecoder
 
 MIN_ROWS = 4
@@ -48,6 +50,7 @@ class PagedContext:
 
     def __init__(self, cache: KvCache, batch: FlatBatch, scale: float) -> None:
         self.ids_LTK: list[torch.Tensor] = []
+        self._selected: dict[int, torch.Tensor | None] = {}
         self._cache = cache
         self._scale = scale
         self._slots_T = torch.from_numpy(batch.slots_T)
@@ -55,10 +58,20 @@ class PagedContext:
         self._query_starts_S1 = torch.from_numpy(batch.query_starts_S1)
         self._context_S = torch.from_numpy(batch.context_S)
 
-    def attend(self, layer: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, sight: Sight | None = None) -> torch.Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         write_kv(k_TGd, v_TGd, keys, values, self._slots_T)
-        return paged_attention(q_THd, keys, values, self._block_table_SB, self._query_starts_S1, self._context_S, self._scale)
+        return paged_attention(q_THd, keys, values, self._block_table_SB, self._query_starts_S1, self._context_S, self._scale, sight)
+
+    def select(self, layer: int, q_TJi: torch.Tensor, k_Ti: torch.Tensor, weights_TJ: torch.Tensor, top_k: int) -> torch.Tensor | None:
+        keys = self._cache.index_keys[layer]
+        write_index(k_Ti, keys, self._slots_T)
+        batch = self._block_table_SB, self._query_starts_S1, self._context_S
+        self._selected[layer] = paged_index(q_TJi, keys, weights_TJ, *batch, top_k)
+        return self._selected[layer]
+
+    def selected(self, layer: int) -> torch.Tensor | None:
+        return self._selected[layer]
 
     def route(self, moe_layer: int, scores_TE: torch.Tensor, top_k: int) -> torch.Tensor:
         ids_TK = native_route(scores_TE, top_k)

@@ -3,7 +3,8 @@
 A decoder calls them and knows nothing else of training or serving. `FullContext` is the training side: packed documents, attention
 within documents, router replay. The engine has its own, over a paged cache.
 
-Shapes: T tokens, H query heads, G key/value heads, d head features, E experts, K experts per token, L MoE layers, D documents.
+Shapes: T tokens, H query heads, G key/value heads, d head features, J index heads, i features of them, E experts, K experts per token,
+L MoE layers, D documents.
 """
 
 from __future__ import annotations
@@ -14,15 +15,26 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import StateError
-from slipstream.ops import DocLayout, doc_attention
+from slipstream.ops import DocLayout, Sight, doc_attention, doc_index
 from slipstream.ops.attention import Documents
 
 
 class Context(Protocol):
     """What a forward pass needs from outside. One context serves one pass."""
 
-    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        """Attention output [T, H, d] of decoder layer `layer`; q and k are normed and rotated. Scores are scaled by d^-1/2."""
+    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
+        """Attention output [T, H, d] of decoder layer `layer`; q and k are normed and rotated. Scores are scaled by d^-1/2.
+
+        `sight`: windows, sinks, chosen tokens; None: every token sees all of its past.
+        """
+        ...
+
+    def select(self, layer: int, q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, top_k: int) -> Tensor | None:
+        """What the tokens of `layer` see, for `Sight.selected_TK`; None: all of their past. Sparse attention only, see `ops.indexer`."""
+        ...
+
+    def selected(self, layer: int) -> Tensor | None:
+        """What `select` returned for `layer` in this pass: later layers may share it."""
         ...
 
     def route(self, moe_layer: int, scores_TE: Tensor, top_k: int) -> Tensor:
@@ -63,11 +75,19 @@ class FullContext:
         all_valid = valid_T is None or bool(valid_T.all())
         self._valid_T1 = None if valid_T is None or all_valid else valid_T.unsqueeze(-1)
         self._record = record
+        self._selected: dict[int, Tensor | None] = {}
         self._used: dict[int, Tensor] = {}
         self._native: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        return doc_attention(q_THd, k_TGd, v_TGd, self._layout, q_THd.shape[-1] ** -0.5)
+    def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
+        return doc_attention(q_THd, k_TGd, v_TGd, self._layout, q_THd.shape[-1] ** -0.5, sight)
+
+    def select(self, layer: int, q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, top_k: int) -> Tensor | None:
+        self._selected[layer] = doc_index(q_TJi, k_Ti, weights_TJ, self._layout, top_k)
+        return self._selected[layer]
+
+    def selected(self, layer: int) -> Tensor | None:
+        return self._selected[layer]
 
     def route(self, moe_layer: int, scores_TE: Tensor, top_k: int) -> Tensor:
         forced_TK = None if self._forced_LTK is None else self._forced_LTK[moe_layer]

@@ -29,6 +29,10 @@ from slipstream.ops.fp8 import WEIGHT, Quantised
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SCALES = ("_scale", "_scale_inv", "_scales")
+"""Ends of the names of what quantised weights are multiplied with."""
+_CONVERT = "convert it to bfloat16 first (docs/models.md, Quantised checkpoints)"
 _DERIVED = ".rotary_emb.inv_freq"
 """Old Llama checkpoints store this table; it follows from config.json."""
 
@@ -70,16 +74,22 @@ def _problems(model: Decoder, views: Mapping[str, Tensor], tensors: Mapping[str,
             found.append(f"tensor {name}{where} has shape {list(given.shape)}, but config.json implies {list(view.shape)}")
         elif given.dtype == torch.float8_e4m3fn:
             found += _scale_problems(name, given, tensors.get(name + SCALE_SUFFIX), where)
-        elif not given.is_floating_point() or given.itemsize == 1:
-            found.append(f"tensor {name}{where} is {given.dtype}; expected float32, bfloat16, float16, or float8_e4m3fn with scales")
+        elif given.dtype not in _DTYPES:
+            found.append(_quantised(name, where, given.dtype))
     for name in tensors.keys() - views.keys():
         tied_copy = name == "lm_head.weight" and model.head is None
         if tied_copy and not _equal(tensors[name], tensors.get("model.embed_tokens.weight")):
             found.append("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings = true")
         elif not tied_copy and not name.endswith(_DERIVED) and not _is_carried(model.spec, name) and not _is_scale(tensors, name):
             where = f" in {files[name]}" if name in files else ""
-            found.append(f"tensor {name}{where} is unexpected: config.json describes no such weight")
-    return found
+            quantised = tensors[name].dtype not in _DTYPES or name.endswith(_SCALES)
+            unexpected = f"tensor {name}{where} is unexpected: config.json describes no such weight"
+            found.append(_quantised(name, where, tensors[name].dtype) if quantised else unexpected)
+    return sorted(found, key=lambda problem: _CONVERT not in problem)
+
+
+def _quantised(name: str, where: str, dtype: torch.dtype) -> str:
+    return f"tensor {name}{where} is {str(dtype).removeprefix('torch.')}, of a quantised checkpoint: {_CONVERT}"
 
 
 def _scale_problems(name: str, codes: Tensor, scales: Tensor | None, where: str) -> list[str]:

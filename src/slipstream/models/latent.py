@@ -16,16 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.models.context import Context
+from slipstream.models.indexer import Indexer
 from slipstream.models.layers import empty, linear
+from slipstream.models.rotary import halves
 from slipstream.models.spec import ModelSpec
-from slipstream.ops import rms_norm, rope
+from slipstream.ops import Sight, rms_norm, rope
 
 NORM_EPS = 1e-6
 """Of the norms within attention; not an option of the architecture."""
 
 
 class LatentAttention(nn.Module):
-    """With or without a short vector for queries. Weights that read the hidden state are one matrix: queries first, then [C, r]."""
+    """With or without a short vector for queries; sparse where the model has indexers.
+
+    Weights that read the hidden state are one matrix: queries first, then [C, r]."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -41,12 +45,19 @@ class LatentAttention(nn.Module):
         else:
             self.q_kv_down = empty(spec.hidden, self.q_size + spec.kv_down_rows)
             self.kv_down_bias = empty(spec.kv_down_rows) if spec.qkv_bias else None
+        self.indexer = Indexer(spec, layer) if layer in spec.index_layers else None
+        self.source = None if spec.indexer is None else spec.indexer.sources[layer]
         self.kv_norm, self.kv_up = empty(sizes.kv_rank), empty(sizes.kv_rank, spec.kv_up_rows)
         self.out = empty(spec.num_heads * sizes.v_dim, spec.hidden)
         self.out_bias = empty(spec.hidden) if spec.out_bias else None
 
     def forward(self, x_TD: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, ctx: Context) -> Tensor:
-        q_THd, kv_down_T = self._down(x_TD)
+        q_THd, kv_down_T, q_TC = self._down(x_TD)
+        selected_TK = None
+        if self.indexer is not None:
+            selected_TK = self.indexer(x_TD, q_TC, cos_Tr, sin_Tr, ctx)
+        elif self.source is not None:
+            selected_TK = ctx.selected(self.source)
         sizes = self.latent
         q_THn, q_THr = q_THd.split_with_sizes((sizes.nope_dim, sizes.rope_dim), dim=-1)
         kv_TC, k_Tr = kv_down_T.split_with_sizes((sizes.kv_rank, sizes.rope_dim), dim=-1)
@@ -56,22 +67,24 @@ class LatentAttention(nn.Module):
         q_THd, k_THd = torch.cat((q_THn, q_THr), -1), torch.cat((k_THn, k_T1r.expand(-1, self.heads, -1)), -1)
         if self.query_scale != 1:
             q_THd = q_THd * self.query_scale
-        out_THd = ctx.attend(self.layer, self._wide(q_THd), self._wide(k_THd), self._wide(v_THv))
+        sight = None if selected_TK is None else Sight(selected_TK=selected_TK)
+        out_THd = ctx.attend(self.layer, self._wide(q_THd), self._wide(k_THd), self._wide(v_THv), sight)
         return linear(out_THd[..., : sizes.v_dim].flatten(1), self.out, self.out_bias)
 
-    def _down(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [T, H, n + r] and what keys and values are made of [T, C + r]."""
+    def _down(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries [T, H, n + r], what keys and values are made of [T, C + r], and what queries are made of where that is something else."""
+        q_TC = None
         if self.latent.q_rank:
             q_T, kv_T = linear(x_TD, self.qkv_down, self.qkv_down_bias).tensor_split((self.q_size,), dim=1)
-            q_T = torch.mm(rms_norm(q_T, self.q_norm, NORM_EPS), self.q_up)
+            q_TC = rms_norm(q_T, self.q_norm, NORM_EPS)
+            q_T = torch.mm(q_TC, self.q_up)
         else:
             q_T, kv_T = torch.mm(x_TD, self.q_kv_down).tensor_split((self.q_size,), dim=1)
             kv_T = kv_T if self.kv_down_bias is None else kv_T + self.kv_down_bias
-        return q_T.unflatten(1, (self.heads, -1)), kv_T
+        return q_T.unflatten(1, (self.heads, -1)), kv_T, q_TC
 
     def _pairs(self, x_THr: Tensor) -> Tensor:
-        """The kernel rotates pairs (i, i + r/2); interleaved checkpoints have (2i, 2i + 1). The order of features within a head is free."""
-        return torch.cat((x_THr[..., 0::2], x_THr[..., 1::2]), -1) if self.latent.interleaved else x_THr
+        return halves(x_THr) if self.latent.interleaved else x_THr
 
     def _wide(self, x_THd: Tensor) -> Tensor:
         """Zeros up to the d features of the seam, where keys and values are equally long."""

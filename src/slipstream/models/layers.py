@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from slipstream.models.context import Context
 from slipstream.models.router import choice_scores, gate_weights
 from slipstream.models.spec import ModelSpec
-from slipstream.ops import experts, rms_norm, rope
+from slipstream.ops import Sight, experts, rms_norm, rope
 
 
 def empty(*shape: int) -> nn.Parameter:
@@ -27,7 +27,7 @@ def empty(*shape: int) -> nn.Parameter:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; query/key norm and biases where the model has them."""
+    """Grouped-query attention with rotary positions; query/key norm, biases, sinks and a window where the model has them."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -38,16 +38,26 @@ class Attention(nn.Module):
         self.out = empty(spec.q_rows, spec.hidden)
         self.qkv_bias = empty(fused) if spec.qkv_bias else None
         self.out_bias = empty(spec.hidden) if spec.out_bias else None
-        self.q_norm = empty(spec.head_dim) if spec.qk_norm else None
-        self.k_norm = empty(spec.head_dim) if spec.qk_norm else None
+        self.sinks = empty(spec.num_heads) if spec.sinks else None
+        self.window = spec.window if layer in spec.window_layers else 0
+        self.joint = spec.qk_norm_joint
+        self.q_norm = empty(spec.q_rows if self.joint else spec.head_dim) if spec.qk_norm else None
+        self.k_norm = empty(spec.kv_rows if self.joint else spec.head_dim) if spec.qk_norm else None
 
     def forward(self, x_TD: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, ctx: Context) -> Tensor:
         qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         q_THd, k_TGd, v_TGd = qkv.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q_THd, k_TGd = rms_norm(q_THd, self.q_norm, self.eps), rms_norm(k_TGd, self.k_norm, self.eps)
+            q_THd, k_TGd = self._normed(q_THd, self.q_norm), self._normed(k_TGd, self.k_norm)
         q_THd, k_TGd = rope(q_THd, k_TGd, cos_Tr, sin_Tr)
-        return linear(ctx.attend(self.layer, q_THd, k_TGd, v_TGd).flatten(1), self.out, self.out_bias)
+        if self.window or self.sinks is not None:
+            out_THd = ctx.attend(self.layer, q_THd, k_TGd, v_TGd, Sight(self.window, self.sinks))
+        else:
+            out_THd = ctx.attend(self.layer, q_THd, k_TGd, v_TGd)
+        return linear(out_THd.flatten(1), self.out, self.out_bias)
+
+    def _normed(self, x_THd: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x_THd.flatten(1), weight, self.eps).view_as(x_THd) if self.joint else rms_norm(x_THd, weight, self.eps)
 
 
 class DenseFFN(nn.Module):
@@ -76,22 +86,25 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router over experts (`models.router`), the `moe_layer`-th of the model; a shared expert and a routing bias where it has them.
+    """A router over experts (`models.router`), the `moe_layer`-th of the model; a shared expert and biases where it has them.
 
     The router computes in fp32 whatever the model's dtype: it decides between experts, and trainer and engine should decide alike.
     """
 
-    def __init__(self, spec: ModelSpec, moe_layer: int) -> None:
+    def __init__(self, spec: ModelSpec, moe_layer: int, expert_stack: nn.Module | None = None) -> None:
+        """`expert_stack`: of a family whose experts are others than `Experts`."""
         super().__init__()
         self.spec, self.moe_layer = spec, moe_layer
         self.router = empty(spec.hidden, spec.num_experts)
         bias_E = torch.empty(spec.num_experts, dtype=torch.float32)
         self.router_bias = nn.Parameter(bias_E, requires_grad=False) if spec.router_bias else None
-        self.experts = Experts(spec)
+        self.router_logit_bias = empty(spec.num_experts) if spec.router_logit_bias else None
+        self.experts = expert_stack or Experts(spec)
         self.shared = DenseFFN(spec.hidden, spec.shared_intermediate) if spec.shared_intermediate else None
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
-        logits_TE = torch.mm(x_TD.float(), self.router.float())
+        logit_bias = None if self.router_logit_bias is None else self.router_logit_bias.float()
+        logits_TE = linear(x_TD.float(), self.router.float(), logit_bias)
         ids_TK = ctx.route(self.moe_layer, choice_scores(logits_TE, self.router_bias, self.spec), self.spec.top_k)
         y_TD = self.experts(x_TD, ids_TK, gate_weights(logits_TE, ids_TK, self.spec))
         return y_TD if self.shared is None else y_TD + self.shared(x_TD, ctx)

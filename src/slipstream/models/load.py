@@ -7,11 +7,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.models import deepseek_v3, glm4_moe, hf, llama, qwen3, qwen3_moe
+from slipstream.models import deepseek_v3, deepseek_v32, glm4_moe, glm_moe_dsa, gpt_oss, hf, llama, minimax_m2, qwen3, qwen3_moe
 from slipstream.models.decoder import Decoder
 from slipstream.models.spec import ModelSpec
 
-_FAMILIES = {"qwen3_moe": qwen3_moe, "qwen3": qwen3, "llama": llama, "glm4_moe": glm4_moe, "deepseek_v3": deepseek_v3}
+_FAMILIES = {
+    "qwen3_moe": qwen3_moe,
+    "qwen3": qwen3,
+    "llama": llama,
+    "glm4_moe": glm4_moe,
+    "minimax_m2": minimax_m2,
+    "gpt_oss": gpt_oss,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
+    "glm_moe_dsa": glm_moe_dsa,
+}
 
 
 def build_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:
@@ -46,16 +56,16 @@ def _initialise(model: Decoder, seed: int) -> None:
     """Normal weights with standard deviation 1/sqrt(inputs), so that activations keep their size at any width.
 
     What writes into the residual stream is divided by sqrt(2 · layers) (Radford et al., "Language Models are Unsupervised Multitask
-    Learners", 2019, section 2.3). Norms are 1, biases 0.
+    Learners", 2019, section 2.3). Norms are 1, biases and sinks 0.
     """
     generator = torch.Generator().manual_seed(seed)
     depth_scale = (2 * model.spec.num_layers) ** -0.5
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
-        if "norm" in last:
-            parameter.fill_(1.0)
-        elif last.endswith("bias"):
+        if last.endswith("bias") or last == "sinks":
             parameter.zero_()
+        elif "norm" in last:
+            parameter.fill_(1.0)
         else:
             inputs = parameter.shape[-1] if last in ("embed", "head") else parameter.shape[-2]
             values: Tensor = torch.randn(parameter.shape, generator=generator) * inputs**-0.5

@@ -3,6 +3,8 @@
 The matrices of attention, dense layers and experts are in; embedding, head, norms, biases, the router and its bias stay as they are
 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.1). Muon orthogonalises the same matrices (see `trainer.muon`).
 
+gpt-oss keeps its experts in fused tensors that are no module's `weight`: they are in neither FP8 nor Muon.
+
 Names are those of the checkpoint and are compared whole: a pattern such as "mlp.gate" would find the router and `gate_proj` alike.
 """
 
@@ -23,12 +25,14 @@ MATRICES = frozenset(
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
         *("gate_proj", "up_proj", "down_proj"),
+        *("w1", "w2", "w3"),
     }
 )
 """Modules whose `weight` is multiplied in FP8."""
 OTHERS = frozenset(
     {
-        *("embed_tokens", "lm_head", "gate"),
+        *("embed_tokens", "lm_head", "gate", "router"),
+        *("wq_b", "wk", "weights_proj"),  # an indexer's: they only choose
         *("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm"),
     }
 )

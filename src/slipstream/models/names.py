@@ -149,8 +149,10 @@ ATTENTION = (
 )
 """Shared by all families: attention with its input norm; biases where the model has them."""
 
+FFN_NORM = Same("layers.{layer}.ffn_norm", "model.layers.{layer}.post_attention_layernorm.weight")
+
 DENSE = (
-    Same("layers.{layer}.ffn_norm", "model.layers.{layer}.post_attention_layernorm.weight"),
+    FFN_NORM,
     Columns(
         "layers.{layer}.ffn.gate_up",
         (

@@ -34,3 +34,27 @@ class Latent:
     """The checkpoint rotates features 2i and 2i + 1 together, not i and i + r/2."""
     score_gain: float
     """Scores are multiplied with this beside (nope_dim + rope_dim)^-1/2."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGlu:
+    """The activation of gpt-oss's experts (see `ops.clamped_experts`)."""
+
+    alpha: float
+    """Steepness of the gate's sigmoid."""
+    limit: float
+    """Gates are cut above it, the other factors at ± it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Sparse attention: which tokens a token sees is chosen by an indexer (see `models.indexer`)."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+    """Tokens that a token sees at most."""
+    interleaved: bool
+    """As in `Latent`, of the indexer's own heads."""
+    sources: tuple[int, ...]
+    """Of each layer: the layer whose choice it takes, itself or an earlier one."""

@@ -47,3 +47,8 @@ def _stretched(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
     index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
     slow = ((index - first) / (last - first or 0.001)).clamp(0, 1)
     return frequencies / yarn.factor * slow + frequencies * (1 - slow)
+
+
+def halves(x_THr: Tensor) -> Tensor:
+    """The kernel rotates pairs (i, i + r/2); interleaved checkpoints have (2i, 2i + 1). The order of features within a head is free."""
+    return torch.cat((x_THr[..., 0::2], x_THr[..., 1::2]), -1)

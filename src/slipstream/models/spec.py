@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from slipstream.errors import ModelError
 from slipstream.models.families import read_options
-from slipstream.models.parts import Latent, Yarn
+from slipstream.models.parts import ClampedGlu, Indexer, Latent, Yarn
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,18 @@ class ModelSpec:
     yarn: Yarn | None = None
     latent: Latent | None = None
     """Multi-head latent attention in place of grouped heads; `head_dim` and `num_kv_heads` are then those of the expanded heads."""
+    indexer: Indexer | None = None
+    """Sparse latent attention."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    qk_norm_joint: bool = False
+    """One norm over all query heads together and one over all key heads, not one over each head."""
+    window: int = 0
+    """Tokens that a query of the `window_layers` sees, itself among them."""
+    window_layers: tuple[int, ...] = ()
+    sinks: bool = False
+    """A learned score a head that takes part in every softmax of the attention and has no value."""
     moe_layers: tuple[int, ...] = ()
     """Decoder layers whose feed-forward part is a mixture of experts, ascending."""
     num_experts: int = 0
@@ -51,6 +60,10 @@ class ModelSpec:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     """Features of the expert that every token of an MoE layer takes beside the chosen ones; 0: none."""
+    clamped: ClampedGlu | None = None
+    """Experts with this activation, and with biases."""
+    router_logit_bias: bool = False
+    """A bias that is part of the router's logits and is trained, other than `router_bias`."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """What the router makes of its logits; see `models.router` for this and the following."""
     router_bias: bool = False
@@ -122,6 +135,16 @@ class ModelSpec:
         return self.num_heads * (self.latent.nope_dim + self.latent.v_dim) if self.latent is not None else 0
 
     @property
+    def index_rows(self) -> int:
+        """Features of all index queries together."""
+        return self.indexer.heads * self.indexer.head_dim if self.indexer is not None else 0
+
+    @property
+    def index_layers(self) -> tuple[int, ...]:
+        """Layers that choose the tokens they see; the others of a sparse model take an earlier layer's choice."""
+        return tuple(sorted(set(self.indexer.sources))) if self.indexer is not None else ()
+
+    @property
     def num_params(self) -> int:
         """Stored parameters; a tied head counts once, prediction layers not at all."""
         return self._params(self.num_experts)
@@ -134,14 +157,24 @@ class ModelSpec:
     def _params(self, experts: int) -> int:
         dense = 3 * self.hidden * self.intermediate * (self.num_layers - len(self.moe_layers))
         chosen_and_shared = 3 * self.hidden * (self.expert_intermediate * experts + self.shared_intermediate)
-        moe = (chosen_and_shared + (self.hidden + self.router_bias) * self.num_experts) * len(self.moe_layers)
+        biases = (2 * self.expert_intermediate + self.hidden) * experts * (self.clamped is not None)
+        router = (self.hidden + self.router_bias + self.router_logit_bias) * self.num_experts
+        moe = (chosen_and_shared + biases + router) * len(self.moe_layers)
         ends = self.vocab_size * self.hidden * (1 if self.tie_embeddings else 2) + self.hidden
-        return (self._attention_params() + 2 * self.hidden) * self.num_layers + dense + moe + ends
+        indexers = self._indexer_params() * len(self.index_layers)
+        return (self._attention_params() + 2 * self.hidden) * self.num_layers + indexers + dense + moe + ends
+
+    def _indexer_params(self) -> int:
+        if self.indexer is None or self.latent is None:
+            return 0
+        return self.latent.q_rank * self.index_rows + (self.hidden + 2) * self.indexer.head_dim + self.hidden * self.indexer.heads
 
     def _attention_params(self) -> int:
         if self.latent is None:
-            matrices = self.hidden * 2 * (self.q_rows + self.kv_rows) + 2 * self.head_dim * self.qk_norm
-            return matrices + (self.q_rows + 2 * self.kv_rows) * self.qkv_bias + self.hidden * self.out_bias
+            normed = self.q_rows + self.kv_rows if self.qk_norm_joint else 2 * self.head_dim
+            matrices = self.hidden * 2 * (self.q_rows + self.kv_rows) + normed * self.qk_norm
+            biases = (self.q_rows + 2 * self.kv_rows) * self.qkv_bias + self.hidden * self.out_bias
+            return matrices + biases + self.num_heads * self.sinks
         q_rank, kv_rank = self.latent.q_rank, self.latent.kv_rank
         queries = (self.hidden + self.q_latent_rows + 1) * q_rank if q_rank else self.hidden * self.q_latent_rows
         keys_values = self.hidden * self.kv_down_rows + kv_rank * (1 + self.kv_up_rows)
@@ -156,6 +189,8 @@ def _check(spec: ModelSpec, source: str) -> None:
     if spec.rotary_dim % 2 or not spec.rotary_dim:
         part = "" if spec.rotary_factor == 1 else f" of which partial_rotary_factor = {spec.rotary_factor} rotates {spec.rotary_dim}"
         raise ModelError(f"{source}: head_dim = {spec.head_dim}{part}; rotary positions need an even number")
+    if spec.indexer is not None and spec.indexer.head_dim < spec.rotary_dim:
+        raise ModelError(f"{source}: index_head_dim = {spec.indexer.head_dim} is less than qk_rope_head_dim = {spec.rotary_dim}")
     if spec.top_k > spec.num_experts:
         raise ModelError(f"{source}: num_experts_per_tok = {spec.top_k} is more than num_experts = {spec.num_experts}")
     if spec.num_groups > 1 or spec.top_groups > 1:

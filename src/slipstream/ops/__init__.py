@@ -3,10 +3,25 @@ serves fp32 on the CPU, with and without gradients; other dtypes (bf16), other d
 do not depend on the rest of the batch, and `paged_attention` has no gradient.
 """
 
-from slipstream.ops.attention import DocLayout, doc_attention, paged_attention, write_kv
-from slipstream.ops.experts import experts
+from slipstream.ops.attention import DocLayout, Sight, doc_attention, paged_attention, write_kv
+from slipstream.ops.experts import clamped_experts, experts
+from slipstream.ops.indexer import doc_index, paged_index, write_index
 from slipstream.ops.logprobs import token_logprobs
 from slipstream.ops.norm import rms_norm
 from slipstream.ops.rope import rope
 
-__all__ = ["DocLayout", "doc_attention", "experts", "paged_attention", "rms_norm", "rope", "token_logprobs", "write_kv"]
+__all__ = [
+    "DocLayout",
+    "Sight",
+    "clamped_experts",
+    "doc_attention",
+    "doc_index",
+    "experts",
+    "paged_attention",
+    "paged_index",
+    "rms_norm",
+    "rope",
+    "token_logprobs",
+    "write_index",
+    "write_kv",
+]

@@ -7,7 +7,8 @@ d head features, D documents, S sequences, N blocks, B tokens per block or block
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -61,14 +62,41 @@ class DocLayout:
 Documents: TypeAlias = DocLayout | Sequence[int] | np.ndarray | Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a query sees other than all of its past. Served by the torch references only."""
+
+    window: int = 0
+    """Only the last so many tokens, its own among them; 0: all."""
+    sinks_H: Tensor | None = None
+    """Scores of one more key a head that every query sees and whose value is zero: it takes attention and gives nothing back
+    (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023). Differentiable."""
+
+    selected_TK: Tensor | None = None
+    """Positions within its document or sequence of the only tokens that a query may see; -1: none (see `ops.indexer`)."""
+
+    def mask(self, row_SQ: Tensor, place_SQ: Tensor, key_C: Tensor) -> Tensor:
+        """Which keys [S, 1, Q, C] the queries see. `row`: of a query in T; `place` and `key`: position in the sequence."""
+        age_SQC = place_SQ.unsqueeze(-1) - key_C
+        seen_SQC = age_SQC >= 0
+        if self.window:
+            seen_SQC = seen_SQC & (age_SQC < self.window)
+        if self.selected_TK is not None:
+            ids_SQK = self.selected_TK[row_SQ].long()
+            chosen = seen_SQC.new_zeros(*row_SQ.shape, len(key_C) + 1)  # the last column takes the -1
+            seen_SQC = seen_SQC & chosen.scatter_(-1, ids_SQK.where(ids_SQK >= 0, len(key_C)), True)[..., :-1]
+        return seen_SQC.unsqueeze(1)
+
+
 def _bucket(length: int) -> int:
     """Round up to an eighth of the next power of two (at least 8): padding stays below about 1/4, buckets few."""
     step = max(8, 1 << max(0, length.bit_length() - 3))
     return -(-length // step) * step
 
 
-def doc_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, docs: Documents, scale: float) -> Tensor:
+def doc_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, docs: Documents, scale: float, sight: Sight | None = None) -> Tensor:
     """Causal attention within each document of a packed row; differentiable. `docs` is a `DocLayout` or doc_starts (D + 1 values).
+    `sight` None: every query sees all of its past.
 
     Build the `DocLayout` once a row: it serves every layer. Native, also with gradients, on the CPU for d a multiple of 8. bf16 is computed
     in fp32 there, as in `paged_attention` (torch's bf16 backward of many short documents is also the slower one).
@@ -82,10 +110,10 @@ def doc_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, docs: Documents, 
             f"doc_attention: documents of {layout.num_tokens} tokens, q, k, v of shapes {shapes}; expected [T, H, d], [T, G, d] twice"
         )
     if q_THd.dtype is torch.bfloat16 and q_THd.is_cpu:
-        return doc_attention(q_THd.float(), k_TGd.float(), v_TGd.float(), layout, scale).bfloat16()
-    kernels = None if dim % LANES else native_for(q_THd, k_TGd, v_TGd, training=True)
+        return doc_attention(q_THd.float(), k_TGd.float(), v_TGd.float(), layout, scale, sight).bfloat16()
+    kernels = None if dim % LANES or sight is not None else native_for(q_THd, k_TGd, v_TGd, training=True)
     if kernels is None:
-        return doc_attention_reference(q_THd, k_TGd, v_TGd, layout, scale)
+        return doc_attention_reference(q_THd, k_TGd, v_TGd, layout, scale, sight)
     return _DocAttention.apply(dense_tokens(q_THd), dense_tokens(k_TGd), dense_tokens(v_TGd), layout, scale)  # pyright: ignore[reportReturnType]
 
 
@@ -114,19 +142,37 @@ class _DocAttention(torch.autograd.Function):
         return *outputs, None, None
 
 
-def doc_attention_reference(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, layout: DocLayout, scale: float) -> Tensor:
+def doc_attention_reference(
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, layout: DocLayout, scale: float, sight: Sight | None = None
+) -> Tensor:
     """The same in plain torch: one batched SDPA for the documents of each bucket."""
     gathers, place_T = layout.buckets
-    parts = [_bucket_attention(q_THd, k_TGd, v_TGd, gather, scale) for gather in gathers]
+    parts = [_bucket_attention(q_THd, k_TGd, v_TGd, gather, scale, sight) for gather in gathers]
     return torch.cat(parts).index_select(0, place_T) if parts else torch.zeros_like(q_THd)
 
 
-def _bucket_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, gather_DP: Tensor, scale: float) -> Tensor:
+def _bucket_attention(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, gather_DP: Tensor, scale: float, sight: Sight | None) -> Tensor:
     docs, size = gather_DP.shape
     flat = gather_DP.flatten()
     q, k, v = (x.index_select(0, flat).view(docs, size, *x.shape[1:]).transpose(1, 2) for x in (q_THd, k_TGd, v_TGd))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if sight is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        place_P = torch.arange(size, device=q.device)
+        out = _masked_attention(q, k, v, sight.mask(gather_DP, place_P[None], place_P), scale, sight.sinks_H)
     return out.transpose(1, 2).reshape(docs * size, *q_THd.shape[1:])
+
+
+def _masked_attention(q_SHQd: Tensor, k_SGCd: Tensor, v_SGCd: Tensor, seen_S1QC: Tensor, scale: float, sinks_H: Tensor | None) -> Tensor:
+    """[S, H, Q, d]. Every query sees at least one key. With sinks the softmax is written out: SDPA has no place for them."""
+    (_, heads, queries, _), kv_heads = q_SHQd.shape, k_SGCd.shape[1]
+    if sinks_H is None:
+        return F.scaled_dot_product_attention(q_SHQd, k_SGCd, v_SGCd, attn_mask=seen_S1QC, scale=scale, enable_gqa=heads != kv_heads)
+    q_SGXd = q_SHQd.reshape(len(q_SHQd), kv_heads, -1, q_SHQd.shape[-1])
+    scores_SHQC = (q_SGXd @ k_SGCd.mT).view(-1, heads, queries, k_SGCd.shape[2]) * scale
+    sinks_SHQ1 = sinks_H.to(scores_SHQC.dtype).view(-1, 1, 1).expand(*scores_SHQC.shape[:-1], 1)
+    weights_SHQC = torch.cat((scores_SHQC.masked_fill(~seen_S1QC, -torch.inf), sinks_SHQ1), -1).softmax(-1)[..., :-1]
+    return (weights_SHQC.reshape(*q_SGXd.shape[:3], -1) @ v_SGCd).view(q_SHQd.shape)
 
 
 def paged_attention(
@@ -137,11 +183,12 @@ def paged_attention(
     query_starts_S1: Tensor,
     context_S: Tensor,
     scale: float,
+    sight: Sight | None = None,
 ) -> Tensor:
     """Attention of new tokens over a paged KV cache that already holds their own keys and values (see `write_kv`).
 
     Serves one mixed batch: a sequence with one query is decoding, one with more is a prefill chunk. Query i of n of a sequence
-    with c tokens in the cache is the token at position c - n + i and sees positions up to its own.
+    with c tokens in the cache is the token at position c - n + i and sees positions up to its own, or what `sight` leaves of them.
     `block_table` int32 [S, max blocks]: block of each B tokens, in order (what lies behind the context is ignored);
     `query_starts` int32 [S + 1]: first row in `q` of each sequence, then T; `context` int32 [S]: tokens in the cache,
     queries included. No gradient. Computed in fp32 whatever the dtype of the cache. Native for fp32 and bf16 on the CPU and d a multiple
@@ -154,8 +201,8 @@ def paged_attention(
         raise StateError(f"paged_attention: q has {heads} heads of {dim}, the cache {kv_heads} heads of {cache_dim}")
     half = q_THd.dtype is k_cache_NBGd.dtype is v_cache_NBGd.dtype is torch.bfloat16 and k_cache_NBGd.is_cpu
     kernels = library() if half else native_for(q_THd, k_cache_NBGd, v_cache_NBGd)
-    if kernels is None or dim % LANES:
-        return paged_attention_reference(q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, scale)
+    if kernels is None or dim % LANES or sight is not None:
+        return paged_attention_reference(q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, scale, sight)
     q_THd = dense_tokens(q_THd.float())
     out_THd = q_THd.new_empty(q_THd.shape)
     inputs = (q_THd, k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, out_THd)
@@ -192,37 +239,45 @@ def paged_attention_reference(
     query_starts_S1: Tensor,
     context_S: Tensor,
     scale: float,
+    sight: Sight | None = None,
 ) -> Tensor:
     """The same in plain torch: decoding sequences together, prefill chunks one at a time."""
-    out_THd, starts = torch.empty_like(q_THd), query_starts_S1.tolist()
-    lengths = [end - begin for begin, end in pairwise(starts)]
-    decoding, chunks = [s for s, n in enumerate(lengths) if n == 1], [[s] for s, n in enumerate(lengths) if n > 1]
-    for group in ([decoding] if decoding else []) + chunks:
-        first_S = torch.tensor([starts[s] for s in group], device=q_THd.device)
-        row_SQ = first_S[:, None] + torch.arange(starts[group[0] + 1] - starts[group[0]], device=q_THd.device)
-        out = _padded_attention(q_THd[row_SQ], k_cache_NBGd, v_cache_NBGd, block_table_SB[group], context_S[group], scale)
-        out_THd[row_SQ] = out.to(q_THd.dtype)
+    out_THd = torch.empty_like(q_THd)
+    for group, row_SQ in equal_batches(query_starts_S1):
+        context, table, queries = context_S[group], block_table_SB[group], row_SQ.shape[1]
+        slot_SC, exists_SC = context_slots(table, context, k_cache_NBGd.shape[1])
+        k, v = (  # what lies behind a context is replaced by zeros
+            cache.flatten(0, 1)[slot_SC].float().masked_fill(~exists_SC[:, :, None, None], 0).transpose(1, 2)
+            for cache in (k_cache_NBGd, v_cache_NBGd)
+        )
+        place_SQ, key_C = query_places(context, queries), torch.arange(slot_SC.shape[1], device=q_THd.device)
+        seen = (sight or Sight()).mask(row_SQ, place_SQ, key_C)
+        out = _masked_attention(q_THd[row_SQ].float().transpose(1, 2), k, v, seen, scale, sight.sinks_H if sight else None)
+        out_THd[row_SQ] = out.transpose(1, 2).to(q_THd.dtype)
     return out_THd
 
 
-def _padded_attention(
-    q_SQHd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, block_table_SB: Tensor, context_S: Tensor, scale: float
-) -> Tensor:
-    """Sequences with equally many queries, contexts padded to the longest (C). What lies behind a context is replaced by zeros."""
-    block, queries, longest = k_cache_NBGd.shape[1], q_SQHd.shape[1], int(context_S.max())
-    place_C = torch.arange(longest, device=q_SQHd.device)
+def equal_batches(query_starts_S1: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+    """(sequences with equally many queries, rows of those [S, Q]): all that decode together, prefill chunks one at a time."""
+    starts = query_starts_S1.tolist()
+    lengths = [end - begin for begin, end in pairwise(starts)]
+    decoding, chunks = [s for s, n in enumerate(lengths) if n == 1], [[s] for s, n in enumerate(lengths) if n > 1]
+    for group in ([decoding] if decoding else []) + chunks:
+        first_S = torch.tensor([starts[s] for s in group], device=query_starts_S1.device)
+        yield group, first_S[:, None] + torch.arange(lengths[group[0]], device=query_starts_S1.device)
+
+
+def context_slots(block_table_SB: Tensor, context_S: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(slot in the cache of each token [S, C], whether it exists): contexts are padded to the longest."""
+    place_C = torch.arange(int(context_S.max()), device=context_S.device)
     exists_SC = place_C < context_S[:, None]
-    slots_SC = block_table_SB.long()[:, place_C // block] * block + place_C % block
-    slots_SC = slots_SC.where(exists_SC, 0)
-    k, v = (
-        cache.flatten(0, 1)[slots_SC].float().masked_fill(~exists_SC[:, :, None, None], 0).transpose(1, 2)
-        for cache in (k_cache_NBGd, v_cache_NBGd)
-    )
-    position_SQ = (context_S - queries)[:, None] + torch.arange(queries, device=q_SQHd.device)
-    seen = place_C <= position_SQ[:, None, :, None]
-    q = q_SQHd.float().transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
+    slot_SC = block_table_SB.long()[:, place_C // block] * block + place_C % block
+    return slot_SC.where(exists_SC, 0), exists_SC
+
+
+def query_places(context_S: Tensor, queries: int) -> Tensor:
+    """Positions [S, Q] of the last `queries` tokens of each context."""
+    return (context_S - queries)[:, None] + torch.arange(queries, device=context_S.device)
 
 
 def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, slots_T: Tensor) -> None:

@@ -84,13 +84,46 @@ def _check_shapes(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, gate_up_EDF: T
 
 def experts_reference(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, gate_up_EDF: Tensor, down_EID: Tensor) -> Tensor:
     """The same in plain torch: sort the pairs by expert, one grouped matmul each way, add up by token."""
-    num_experts, top_k = gate_up_EDF.shape[0], ids_TK.shape[1]
-    ids_N = ids_TK.flatten().long()
-    order_N = ids_N.argsort(stable=True)
-    token_N = order_N // top_k
-    ends_E = torch.bincount(ids_N, minlength=num_experts).cumsum(0).int()
+    order_N, token_N, ends_E = _by_expert(ids_TK, len(gate_up_EDF))
     hidden_NF = F.grouped_mm(x_TD.index_select(0, token_N), gate_up_EDF, offs=ends_E)
     gate_NI, up_NI = hidden_NF.chunk(2, dim=-1)
     y_ND = F.grouped_mm(F.silu(gate_NI) * up_NI, down_EID, offs=ends_E)
+    return _by_token(x_TD, y_ND, gates_TK, order_N, token_N)
+
+
+def clamped_experts(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    gates_TK: Tensor,
+    gate_up_EDF: Tensor,
+    gate_up_bias_EF: Tensor,
+    down_EID: Tensor,
+    down_bias_ED: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """`experts` with biases b and the activation min(g, limit) · sigmoid(alpha · min(g, limit)) · (1 + clamp(u, ± limit)).
+
+    g = gate(x) + b and u = up(x) + b are in turn the columns of `gate_up` (not one half each). Differentiable; in plain torch.
+    Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.
+    """
+    _check_shapes(x_TD, ids_TK, gates_TK, gate_up_EDF, down_EID)
+    order_N, token_N, ends_E = _by_expert(ids_TK, len(gate_up_EDF))
+    expert_N = ids_TK.flatten().long().index_select(0, order_N)
+    hidden_NF = F.grouped_mm(x_TD.index_select(0, token_N), gate_up_EDF, offs=ends_E) + gate_up_bias_EF.index_select(0, expert_N)
+    gate_NI, up_NI = hidden_NF[:, 0::2].clamp(max=limit), hidden_NF[:, 1::2].clamp(-limit, limit)
+    active_NI = gate_NI * torch.sigmoid(alpha * gate_NI) * (up_NI + 1)
+    y_ND = F.grouped_mm(active_NI, down_EID, offs=ends_E) + down_bias_ED.index_select(0, expert_N)
+    return _by_token(x_TD, y_ND, gates_TK, order_N, token_N)
+
+
+def _by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(pairs in the order of their experts [N], their tokens [N], one past the last pair of each expert [E])."""
+    ids_N = ids_TK.flatten().long()
+    order_N = ids_N.argsort(stable=True)
+    return order_N, order_N // ids_TK.shape[1], torch.bincount(ids_N, minlength=num_experts).cumsum(0).int()
+
+
+def _by_token(x_TD: Tensor, y_ND: Tensor, gates_TK: Tensor, order_N: Tensor, token_N: Tensor) -> Tensor:
     y_ND = y_ND * gates_TK.flatten().index_select(0, order_N).to(y_ND.dtype).unsqueeze(-1)
     return torch.zeros_like(x_TD).index_add(0, token_N, y_ND)

@@ -139,7 +139,7 @@ def _prepare(model: Decoder, config: TrainerConfig) -> None:
         )
     if config.freeze_router:
         for name, parameter in model.named_parameters():
-            if name.endswith(".router"):
+            if name.endswith((".router", ".router_logit_bias")):
                 parameter.requires_grad_(False)
 
 

@@ -11,7 +11,7 @@ import torch
 from slipstream import cli
 from slipstream.config.serve import EngineConfig
 from slipstream.engine.kv import KvCache
-from slipstream.engine.room import check_room
+from slipstream.engine.room import block_bytes, check_room
 from slipstream.errors import ConfigError
 from slipstream.models.spec import ModelSpec
 from tests.unit.engine.helpers import ask, make_engine, prompt, run, write_model
@@ -60,3 +60,14 @@ def test_an_engine_does_not_start_without_room(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     assert "use engine.kv_memory_mib = " in capsys.readouterr().err
+
+
+def test_index_keys_of_sparse_attention_are_part_of_a_block(tmp_path):
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
+    index = {"index_n_heads": 2, "index_head_dim": 24, "index_topk": 4, "indexer_types": ["full", "shared", "full"]}
+    family = {"model_type": "glm_moe_dsa", "architectures": None, "n_routed_experts": 4}
+    spec = ModelSpec.from_folder(write_model(tmp_path / "model", moe=True, **family, **sizes, **index))
+    cache = KvCache(spec, 4, 1, torch.float32, False)
+    arrays = [*cache.keys, *cache.values, *cache.index_keys.values()]
+    assert len(cache.index_keys) == 2
+    assert sum(array[0].nbytes for array in arrays) == block_bytes(spec, 4, 4, False)

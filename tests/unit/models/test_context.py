@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import StateError
 from slipstream.models.context import FullContext
 from slipstream.models.decoder import Decoder
+from slipstream.models.load import build_model
+from slipstream.models.spec import ModelSpec
 
 LENGTHS = (5, 1, 11, 8)
 STARTS = [0, 5, 6, 17, 25]
@@ -117,3 +120,50 @@ def test_a_model_converted_after_its_first_pass_is_the_model_that_was_loaded_so(
     converted = narrow.float()(ids_T, positions(), FullContext(STARTS))
     assert torch.equal(converted, fresh(ids_T, positions(), FullContext(STARTS)))
     assert converted.dtype == torch.float32
+
+
+SPARSE = {
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 8,
+    "index_topk": 3,
+    "indexer_types": ["full", "shared", "full", "shared"],
+}
+
+
+def test_layers_that_share_a_choice_find_the_same_one_when_they_are_computed_again(ids_T: Tensor) -> None:
+    """Backward passes recompute the last layer first, when a later layer's choice is the latest."""
+    model = build_model(ModelSpec.from_config(SPARSE), seed=1)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model.logits(model(ids_T, positions(), FullContext(STARTS))).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    kept = gradients()
+    for layer in model.layers:
+        layer.forward = lambda *args, _forward=layer.forward: checkpoint(_forward, *args, use_reentrant=False)  # type: ignore[method-assign]
+    assert all(torch.equal(a, b) for a, b in zip(kept, gradients(), strict=True))
+
+
+def test_packed_documents_of_a_sparse_model_equal_separate_passes(ids_T: Tensor) -> None:
+    model = build_model(ModelSpec.from_config(SPARSE), seed=1)
+    packed = model(ids_T, positions(), FullContext(STARTS))
+    for start, length in zip(STARTS, LENGTHS, strict=False):
+        alone = model(ids_T[start : start + length], torch.arange(length), FullContext([0, length]))
+        torch.testing.assert_close(packed[start : start + length], alone, atol=1e-5, rtol=1e-5)

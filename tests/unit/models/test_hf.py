@@ -115,9 +115,17 @@ def test_an_unexpected_tensor_is_named(folder: Path) -> None:
         load_model(folder)
 
 
-def test_quantised_weights_are_refused(folder: Path) -> None:
-    edit(folder, **{Q_PROJ: torch.zeros(32, 16, dtype=torch.int8)})
-    with pytest.raises(ModelError, match="int8"):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2])
+def test_quantised_weights_are_refused_by_name_with_what_to_do(folder: Path, dtype: torch.dtype) -> None:
+    edit(folder, **{Q_PROJ: torch.zeros(32, 16, dtype=dtype)})
+    with pytest.raises(ModelError, match=rf"tensor {Q_PROJ} in .* is {str(dtype)[6:]}.*convert it to bfloat16 first"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("scale", [f"{Q_PROJ}_scale_inv", "model.layers.0.mlp.experts.gate_up_proj_scales"])
+def test_the_scales_of_quantised_weights_are_named_before_what_they_leave_missing(folder: Path, scale: str) -> None:
+    edit(folder, **{Q_PROJ: None, scale: torch.zeros(1, 1)})
+    with pytest.raises(ModelError, match=rf"fit the qwen3_moe model: tensor {scale} in .* convert it to bfloat16 first"):
         load_model(folder)
 
 

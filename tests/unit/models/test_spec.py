@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,87 @@ MLA: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+DSA: dict[str, Any] = {
+    **MLA,
+    "model_type": "glm_moe_dsa",
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
+GLM_5: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+"""The shape of GLM-5."""
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+"""config.json of gpt-oss-120b, without what does not change the shape (and without the quantisation, which is refused)."""
 YARN: dict[str, Any] = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -230,13 +312,19 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
         {**GLM, "attention_bias": True, "n_shared_experts": 2, "use_qk_norm": True, "num_nextn_predict_layers": 1},
         MLA,
         {**MLA, "attention_bias": True, "q_lora_rank": None},
+        {**MOE, "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 6},
+        {**GPT_OSS, "num_hidden_layers": 3, "layer_types": None},
+        {**GPT_OSS, "num_hidden_layers": 3, "layer_types": None, "attention_bias": False},
+        {**DSA, "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]},
+        {**DSA, "indexer_types": ["full", "shared", "full"]},
     ],
-    ids=["llama", "moe", "mixed", "glm", "mla", "mla-whole-queries"],
+    ids=["llama", "moe", "mixed", "glm", "mla", "mla-whole-queries", "minimax", "gpt-oss", "gpt-oss-without-bias", "dsa", "dsa-shared"],
 )
 def test_the_parameter_count_is_that_of_the_built_model(config: dict[str, Any]) -> None:
     spec = ModelSpec.from_config(config)
     assert spec.num_params == sum(p.numel() for p in build_model(spec, device="meta").parameters())
-    unused = 3 * spec.hidden * spec.expert_intermediate * (spec.num_experts - spec.top_k) * len(spec.moe_layers)
+    biases = (2 * spec.expert_intermediate + spec.hidden) * (spec.clamped is not None)
+    unused = (3 * spec.hidden * spec.expert_intermediate + biases) * (spec.num_experts - spec.top_k) * len(spec.moe_layers)
     assert spec.num_params - spec.num_active_params == unused
 
 
@@ -394,3 +482,132 @@ def test_the_size_of_deepseek_v3_is_as_published() -> None:
     )
     assert 670.9e9 < spec.num_params < 671.1e9
     assert 36.5e9 < spec.num_active_params < 37.6e9
+
+
+MINIMAX: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "model_type": "minimax_m2",
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+"""config.json of MiniMax-M2, without what does not change the shape."""
+
+
+def test_the_size_of_minimax_m2_is_as_published() -> None:
+    """230 billion parameters, 10 of them active (model card)."""
+    spec = ModelSpec.from_config(MINIMAX)
+    assert 228.5e9 < spec.num_params < 230.5e9
+    assert 9.8e9 < spec.num_active_params < 11.2e9
+    assert (spec.rotary_dim, spec.rope_theta, spec.prediction_layers) == (64, 5e6, 0)
+    assert ModelSpec.from_config({**MINIMAX, "rope_theta": None, "num_mtp_modules": 3}) == replace(spec, prediction_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"use_routing_bias": False}, "use_routing_bias = False"),
+        ({"use_qk_norm": False}, "use_qk_norm = False"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
+        ({"attn_type_list": [1, 0, 1]}, "attn_type_list"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        ({"rotary_dim": 256}, "partial_rotary_factor = 2.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "how to convert"),
+    ],
+)
+def test_what_minimax_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({**MINIMAX, **options})
+    assert named in str(caught.value)
+
+
+def test_the_size_of_gpt_oss_120b_is_as_published() -> None:
+    """116.8 billion parameters, 5.1 of them active (model card, table 1; the active ones without the embedding, with the head)."""
+    spec = ModelSpec.from_config(GPT_OSS)
+    assert 116.7e9 < spec.num_params < 116.9e9
+    assert 5.0e9 < spec.num_active_params - spec.vocab_size * spec.hidden < 5.2e9
+    assert (spec.window, spec.window_layers) == (128, tuple(range(0, 36, 2)))
+    left_out = ("layer_types", "attention_bias", "rms_norm_eps", "rope_theta", "sliding_window", "swiglu_limit", "num_experts_per_tok")
+    assert ModelSpec.from_config({**GPT_OSS, **dict.fromkeys(left_out)}) == spec
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rope_scaling": None}, "rope_scaling (or rope_parameters) is missing"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries; expected num_hidden_layers = 36"),
+        ({"layer_types": ["chunked_attention"] * 36}, "'full_attention' or 'sliding_attention' in every layer"),
+        ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"swiglu_limit": -1.0}, "swiglu_limit = -1.0"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "how to convert"),
+    ],
+)
+def test_what_gpt_oss_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({**GPT_OSS, **options})
+    assert named in str(caught.value)
+
+
+def test_the_sizes_of_glm_5_are_as_published() -> None:
+    """744 billion parameters, 40 of them active (GLM-5 report, without the embedding); of GLM-5.2 only 21 of 78 layers have an indexer."""
+    five = ModelSpec.from_config(GLM_5)
+    assert 743.8e9 < five.num_params < 744.0e9
+    assert 40e9 < five.num_active_params - five.vocab_size * five.hidden < 41e9
+    assert five.index_layers == tuple(range(78))
+    shared = ModelSpec.from_config({**GLM_5, "index_topk_freq": 4, "index_skip_topk_offset": 3})
+    assert shared.index_layers == (0, 1, 2, *range(6, 78, 4)) and len(shared.index_layers) == 21
+    assert shared.indexer is not None and shared.indexer.sources[:12] == (0, 1, 2, 2, 2, 2, 6, 6, 6, 6, 10, 10)
+    assert 743.3e9 < shared.num_params < 743.5e9
+
+
+def test_every_way_of_saying_which_layers_share_is_read() -> None:
+    named = ModelSpec.from_config({**DSA, "indexer_types": ["full", "shared", "full"]})
+    assert named.indexer is not None and named.indexer.sources == (0, 0, 2)
+    for other in ({"index_topk_pattern": "FSF"}, {"index_topk_freq": 2, "index_skip_topk_offset": 1}):
+        assert ModelSpec.from_config({**DSA, **other}) == named
+    assert ModelSpec.from_config({**DSA, "mlp_layer_types": ["sparse", "dense", "sparse"]}).moe_layers == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"indexer_types": ["shared", "full", "full"]}, "the first 'full'"),
+        ({"indexer_types": ["full"]}, "expected 3 of"),
+        ({"index_topk_pattern": "FXF"}, "'X'"),
+        ({"index_topk": 0}, "index_topk = 0"),
+        ({"index_n_heads": None}, "index_n_heads is missing"),
+        ({"index_head_dim": 4}, "index_head_dim = 4 is less than qk_rope_head_dim = 8"),
+        ({"q_lora_rank": None}, "q_lora_rank is missing"),
+        ({"rope_interleave": False}, "rope_interleave = False"),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave = False"),
+        ({"layer_types": ["full_attention"] * 3}, "'indexed_attention' in every layer"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "how to convert"),
+    ],
+)
+def test_what_sparse_attention_cannot_do_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({**DSA, **options})
+    assert named in str(caught.value)

@@ -18,6 +18,35 @@ def naive_doc_attention(q: Tensor, k: Tensor, v: Tensor, starts: list[int], scal
     return torch.cat(parts)
 
 
+def naive_sight(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sinks: Tensor | None) -> Tensor:
+    """One document, one softmax a query and head, over the keys that it sees and the sink."""
+    group = q.shape[1] // k.shape[1]
+    rows = []
+    for t in range(len(q)):
+        first = max(0, t - window + 1) if window else 0
+        for h in range(q.shape[1]):
+            scores = k[first : t + 1, h // group] @ q[t, h] * scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[h, None]))
+            rows.append(scores.softmax(0)[: t + 1 - first] @ v[first : t + 1, h // group])
+    return torch.stack(rows).view(q.shape)
+
+
+def naive_clamped_experts(
+    x: Tensor, ids: Tensor, gates: Tensor, gate_up: Tensor, gate_up_bias: Tensor, down: Tensor, down_bias: Tensor, limit: float
+) -> Tensor:
+    """Every token through each of its experts, one at a time; alpha is 2."""
+    rows = []
+    for t in range(len(x)):
+        row = torch.zeros_like(x[t])
+        for j, e in enumerate(ids[t].tolist()):
+            hidden = (x[t] @ gate_up[e] + gate_up_bias[e]).view(-1, 2)
+            gate, up = hidden[:, 0].clamp(max=limit), hidden[:, 1].clamp(-limit, limit)
+            row = row + gates[t, j] * ((gate * torch.sigmoid(2 * gate) * (1 + up)) @ down[e] + down_bias[e])
+        rows.append(row)
+    return torch.stack(rows)
+
+
 def naive_experts(x: Tensor, ids: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Every token through each of its experts, one at a time."""
     inner = down.shape[1]

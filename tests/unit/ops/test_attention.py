@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from slipstream.errors import StateError
-from slipstream.ops import DocLayout, doc_attention, paged_attention, write_kv
+from slipstream.ops import DocLayout, Sight, doc_attention, paged_attention, write_kv
 from slipstream.ops.attention import doc_attention_reference
-from tests.unit.ops.helpers import naive_doc_attention
+from tests.unit.ops.helpers import naive_doc_attention, naive_sight
 
 ROWS = [[0, 1], [0, 5, 5, 6, 14, 37], [0, 49, 97, 145, 200], [0, 130], list(range(0, 70, 7))]
 HEADS = [(4, 2, 16), (3, 3, 8), (4, 1, 40)]
@@ -87,6 +87,43 @@ def test_decoding_from_the_paged_cache_gives_what_training_computes():
         context = torch.tensor([position + 1], dtype=torch.int32)
         row = paged_attention(q[position, None], cache[0], cache[1], table, torch.tensor([0, 1], dtype=torch.int32), context, 0.2)
         torch.testing.assert_close(row[0], whole[position], rtol=1e-5, atol=1e-6)
+
+
+SIGHTS = [(0, True), (1, False), (5, False), (5, True), (1000, True)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("window", "with_sinks"), SIGHTS)
+def test_windows_and_sinks_equal_one_softmax_a_query(window, with_sinks, heads):
+    starts = [0, 3, 3, 21, 60]
+    leaves = _row(60, *heads)
+    sinks = torch.randn(heads[0], requires_grad=True) if with_sinks else None
+    ours = doc_attention(*leaves, starts, 0.4, Sight(window, sinks))
+    naive = torch.cat([naive_sight(*(x[a:b] for x in leaves), 0.4, window, sinks) for a, b in ((0, 3), (3, 21), (21, 60))])
+    torch.testing.assert_close(ours, naive, rtol=1e-5, atol=1e-5)
+    leaves += [sinks] if sinks is not None else []
+    slope = torch.randn_like(ours)
+    for a, b in zip(torch.autograd.grad(ours, leaves, slope), torch.autograd.grad(naive, leaves, slope), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "with_sinks"), SIGHTS)
+def test_windows_and_sinks_over_the_paged_cache_give_what_training_computes(window, with_sinks, dtype):
+    """Two sequences: a chunk of 30 queries behind 45 tokens, and one that decodes."""
+    lengths, block = (75, 33), 16
+    sight = Sight(window, torch.randn(4).to(dtype) if with_sinks else None)
+    rows = [[x.detach().to(dtype) for x in _row(n, 4, 2, 32)] for n in lengths]
+    cache, table = torch.zeros(2, 10, block, 2, 32, dtype=dtype), torch.randperm(10).int().view(2, 5)
+    for (_, k, v), blocks in zip(rows, table, strict=True):
+        place = torch.arange(len(k))
+        write_kv(k, v, cache[0], cache[1], blocks[place // block].long() * block + place % block)
+    queries = torch.cat((rows[0][0][45:], rows[1][0][32:]))
+    starts, context = torch.tensor([0, 30, 31], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    paged = paged_attention(queries, cache[0], cache[1], table, starts, context, 0.2, sight)
+    whole = torch.cat([doc_attention(*row, [0, len(row[0])], 0.2, sight)[n:] for row, n in zip(rows, (45, 32), strict=True)])
+    assert paged.dtype is dtype
+    torch.testing.assert_close(paged, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_an_empty_row_is_an_empty_answer():

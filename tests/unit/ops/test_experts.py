@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from slipstream.ops import experts
+from slipstream.ops import clamped_experts, experts
 from slipstream.ops.experts import experts_reference
-from tests.unit.ops.helpers import expert_inputs, naive_experts
+from tests.unit.ops.helpers import expert_inputs, naive_clamped_experts, naive_experts
 
 
 @pytest.mark.parametrize("op", [experts, experts_reference])
@@ -69,3 +69,16 @@ def test_bf16_experts_work_and_stay_bf16():
     rough = experts(*[x.bfloat16() if x.is_floating_point() else x for x in inputs])
     assert rough.dtype is torch.bfloat16
     torch.testing.assert_close(rough.float(), experts(*inputs), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 16, 8), (30, 4, 2, 32, 24), (9, 6, 6, 24, 16)])
+def test_clamped_experts_equal_a_loop_over_tokens(sizes):
+    x, ids, gates, gate_up, down = expert_inputs(*sizes)
+    biases = [torch.randn(w.shape[0], w.shape[2]) for w in (gate_up, down)]
+    leaves = [p.requires_grad_() for p in (x, gates, gate_up, biases[0], down, biases[1])]
+    ours = clamped_experts(x, ids, *leaves[1:], 2.0, 0.8)
+    naive = naive_clamped_experts(x, ids, *leaves[1:], 0.8)
+    torch.testing.assert_close(ours, naive, rtol=1e-5, atol=1e-5)
+    slope = torch.randn_like(ours)
+    for a, b in zip(torch.autograd.grad(ours, leaves, slope), torch.autograd.grad(naive, leaves, slope), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

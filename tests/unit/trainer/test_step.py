@@ -176,6 +176,18 @@ def test_a_frozen_router_stays_and_the_rest_moves(folder, dtype):
     assert moved == {name for name in before if not name.endswith(".router")}
 
 
+def test_a_frozen_router_keeps_its_bias(tmp_path):
+    gpt_oss = {"model_type": "gpt_oss", "architectures": None, "num_local_experts": 8, "rope_scaling": {"rope_type": "default"}}
+    subject = learner(model_folder(tmp_path / "model", **gpt_oss), freeze_router=True)
+    before = parameters(subject)
+    subject.step(make_batch())
+    moved = {name for name, p in parameters(subject).items() if not torch.equal(before[name], p)}
+    assert {name for name in before if name not in moved} == {f"layers.{n}.ffn.{part}" for n in (0, 1) for part in _ROUTER}
+
+
+_ROUTER = ("router", "router_logit_bias")
+
+
 def test_batches_that_contradict_themselves_are_bugs(folder):
     batch = make_batch()
     with pytest.raises(StateError, match="loss tokens, its rows hold"):
