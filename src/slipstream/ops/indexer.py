@@ -57,8 +57,8 @@ def paged_index(
         return None
     ids_TK = torch.empty(len(q_TJi), top_k, dtype=torch.int32, device=q_TJi.device)
     for group, row_SQ in equal_batches(query_starts_S1):
-        slot_SC, exists_SC = context_slots(block_table_SB[group], context_S[group], keys_NBi.shape[1])
-        k_SCi = keys_NBi.flatten(0, 1)[slot_SC].masked_fill(~exists_SC[:, :, None], 0)
+        slot_SC, _ = context_slots(block_table_SB[group], context_S[group], keys_NBi.shape[1])
+        k_SCi = keys_NBi.flatten(0, 1)[slot_SC]  # what lies behind a context is in the future of every query, so it is never chosen
         key_C = torch.arange(slot_SC.shape[1], device=q_TJi.device)
         scores_SQC = _scores(q_TJi[row_SQ], k_SCi, weights_TJ[row_SQ])
         ids_TK[row_SQ] = _best(scores_SQC, query_places(context_S[group], row_SQ.shape[1]), key_C, top_k)
