@@ -6,6 +6,7 @@ other.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import lru_cache
 
 import numpy as np
@@ -23,6 +24,18 @@ MAX_MATRIX_BYTES = 2 << 20
 """Above this, torch's packed products are faster than the kernel's by more than its calls cost (0.7x at 576 x 3072 and 32 rows; equal at
 256 x 1024: AMD Zen 1, MKL)."""
 
+SERVED = frozenset(
+    {
+        *("family", "vocab_size", "hidden", "intermediate", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps"),
+        *("max_positions", "rope_theta", "yarn"),  # all of them in the tables of angles
+        *("tie_embeddings", "qkv_bias", "out_bias", "qk_norm"),
+        *("moe_layers", "num_experts", "top_k", "expert_intermediate", "norm_top_k"),
+        *("prediction_layers", "eos_ids", "dtype"),  # nothing to compute; a type other than float32 is refused by `can_fuse`
+    }
+)
+"""Fields of `ModelSpec` that the kernel serves whatever they are. It knows softmax routing over all experts, and plain heads: normed one by
+one, rotated whole, seeing all of their past."""
+
 
 def bind(model: Decoder, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | None:
     """None: this model needs its own forward pass. `load_LE` is counted up by every step."""
@@ -30,26 +43,17 @@ def bind(model: Decoder, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | 
     counts = [spec.hidden, *((spec.num_experts, spec.expert_intermediate) if spec.moe_layers else ())]
     if len(spec.moe_layers) < spec.num_layers:
         counts.append(spec.intermediate)
-    if (
-        spec.router_score != "softmax"
-        or spec.shared_intermediate
-        or spec.rotary_factor != 1
-        or spec.latent is not None
-        or spec.qk_norm_joint
-        or spec.clamped is not None
-        or spec.router_logit_bias
-        or spec.sinks
-        or spec.window_layers
-    ):
-        # the kernel knows softmax routing over all experts without biases, no shared expert, and plain heads: normed one by one, rotated
-        # whole, seeing all of their past
-        return None
-    if _largest_matrix(model) > MAX_MATRIX_BYTES or not can_fuse([*model.parameters()], counts, spec.head_dim):
+    if not _is_plain(spec) or _largest_matrix(model) > MAX_MATRIX_BYTES or not can_fuse([*model.parameters()], counts, spec.head_dim):
         return None
     layers = [_layer(block, cache, i) for i, block in enumerate(model.layers) if isinstance(block, Block)]
     cos_Pd, sin_Pd = _rope_tables(spec)
     sizes = FusedSizes(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.num_experts, spec.top_k, spec.norm_top_k, spec.rms_eps)
     return FusedDecoder(sizes, layers, model.embed, model.head_weight, model.norm, cos_Pd, sin_Pd, cache.routing, load_LE)
+
+
+def _is_plain(spec: ModelSpec) -> bool:
+    """Whether the architecture has nothing that the kernel does not know: an option that is added to `ModelSpec` later is refused here."""
+    return all(getattr(spec, option.name) == option.default for option in fields(spec) if option.name not in SERVED)
 
 
 def _largest_matrix(model: Decoder) -> int:

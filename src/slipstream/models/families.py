@@ -1,6 +1,6 @@
 """What each family's `config.json` says, as fields of `ModelSpec`: one reader a family, every value checked.
 
-Torch-free. An option of the published architecture that is not implemented here (a sliding window, scaled rotary positions, another
+Torch-free. An option of the published architecture that is not implemented here for its family (scaled rotary positions, another
 activation) is refused by name, never ignored.
 """
 

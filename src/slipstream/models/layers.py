@@ -50,11 +50,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_THd, k_TGd = self._normed(q_THd, self.q_norm), self._normed(k_TGd, self.k_norm)
         q_THd, k_TGd = rope(q_THd, k_TGd, cos_Tr, sin_Tr)
-        if self.window or self.sinks is not None:
-            out_THd = ctx.attend(self.layer, q_THd, k_TGd, v_TGd, Sight(self.window, self.sinks))
-        else:
-            out_THd = ctx.attend(self.layer, q_THd, k_TGd, v_TGd)
-        return linear(out_THd.flatten(1), self.out, self.out_bias)
+        sight = Sight(self.window, self.sinks) if self.window or self.sinks is not None else None
+        return linear(ctx.attend(self.layer, q_THd, k_TGd, v_TGd, sight).flatten(1), self.out, self.out_bias)
 
     def _normed(self, x_THd: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x_THd.flatten(1), weight, self.eps).view_as(x_THd) if self.joint else rms_norm(x_THd, weight, self.eps)

@@ -97,8 +97,13 @@ def _grouped_mm(x_TK: Tensor, weight: Fp8Weight, offs: Tensor, bias: None = None
 
 
 _PRODUCTS: Mapping[str, Callable[..., Tensor]] = {"mm": _mm, "addmm": _addmm, "_grouped_mm": _grouped_mm}
-_REFUSED = frozenset({"data_ptr", "matmul", "__matmul__", "__rmatmul__", "linear", "bmm", "baddbmm", "einsum", "_scaled_mm"})
-"""Other ways to multiply; `data_ptr` is how a native kernel reads a weight."""
+_REFUSED = frozenset(
+    {
+        *("data_ptr", "matmul", "__matmul__", "__rmatmul__", "linear", "bmm", "baddbmm", "addbmm", "mv", "addmv", "einsum", "tensordot"),
+        *("inner", "bilinear", "_scaled_mm"),
+    }
+)
+"""Torch's other ways to multiply a matrix; `data_ptr` is how a native kernel reads a weight."""
 
 
 class _Product(torch.autograd.Function):

@@ -67,8 +67,8 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
         metrics.event("frozen", env=env, task=task, rollout=rollout)
         print(f"orchestrator: WARNING: not played: {_not_played(env, task, rollout)}", file=sys.stderr, flush=True)
     async with EnginePool.of_run(run_folder, config.engine.replicas) as engine:
-        envs = [_watched(bound, watchdog.seen) for bound in _bind_envs(config, engine, ledger.last_state())]
-        parts = Parts(tuple(envs), engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _WithMemory(metrics), time.time)
+        envs = tuple(_watched(bound, watchdog.seen) for bound in _bind_envs(config, engine, ledger.last_state()))
+        parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _WithMemory(metrics), time.time)
         beating = asyncio.create_task(_beat(watchdog, min(1.0, config.orchestrator.max_freeze_s / 4)))
         run = asyncio.create_task(Orchestrator(config, parts).run(), name="run")
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -17,8 +17,8 @@ from slipstream.models import hf
 from slipstream.models.load import load_model
 from slipstream.trainer.step import Learner
 from slipstream.transport.weights import version_folder
-from tests.unit.trainer.helpers import make_batch, model_folder, run_config, without_routing, write_run
-from tests.unit.trainer.test_rl import fingerprints, train
+from tests.unit.trainer.helpers import make_batch, model_folder, without_routing
+from tests.unit.trainer.test_rl import fingerprints, whole_and_resumed
 
 GLM = {
     "model_type": "glm4_moe",
@@ -112,11 +112,7 @@ def test_balancing_and_a_frozen_router_contradict_one_another(folder):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bias_is_published_in_float32_and_survives_a_resume_bit_for_bit(tmp_path, folder, dtype):
     trainer = {"balance_rate": 1e-3, "dtype": dtype}
-    whole = write_run(run_config(tmp_path / "whole", folder, trainer=trainer))
-    train(whole, 1, 2, 3, 4)
-    resumed = write_run(run_config(tmp_path / "resumed", folder, trainer=trainer))
-    train(resumed, 1, 2)
-    train(resumed, 3, 4)
+    whole, resumed = whole_and_resumed(tmp_path, folder, trainer)
     assert fingerprints(resumed) == fingerprints(whole)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     published = [hf.read_tensors(version_folder(whole / "weights", version))[name] for version in range(5)]

@@ -15,8 +15,8 @@ from slipstream.models.matrices import fused_columns, is_matrix
 from slipstream.ops import fp8_weight
 from slipstream.ops.fp8 import WEIGHT, quantise
 from slipstream.ops.fp8_weight import Fp8Weight
-from tests.unit.trainer.helpers import make_batch, model_folder, run_config, write_run
-from tests.unit.trainer.test_rl import fingerprints, train
+from tests.unit.trainer.helpers import make_batch, model_folder
+from tests.unit.trainer.test_rl import fingerprints, whole_and_resumed
 from tests.unit.trainer.test_step import gradients, learner, parameters
 
 SIZES = {"hidden_size": 136, "moe_intermediate_size": 72}
@@ -130,10 +130,6 @@ def test_a_gradient_that_is_not_finite_is_not_hidden_by_rounding(folder):
 
 def test_a_run_that_is_interrupted_and_resumed_ends_with_bit_identical_weights(tmp_path, folder):
     trainer = {"dtype": "float8"}
-    whole = write_run(run_config(tmp_path / "whole", folder, trainer=trainer))
-    train(whole, 1, 2, 3, 4)
-    resumed = write_run(run_config(tmp_path / "resumed", folder, trainer=trainer))
-    train(resumed, 1, 2)
-    train(resumed, 3, 4)
+    whole, resumed = whole_and_resumed(tmp_path, folder, trainer)
     assert fingerprints(resumed) == fingerprints(whole)
     assert load_model(whole / "final", torch.bfloat16).spec.family in ("qwen3_moe", "deepseek_v3")

@@ -51,6 +51,15 @@ def train(folder: Path, *steps: int, change=lambda batch: batch) -> int:
     return rl.main(folder)
 
 
+def whole_and_resumed(tmp_path: Path, model: Path, trainer: dict) -> tuple[Path, Path]:
+    """Two runs of four steps with the same settings: one in a piece, one that ended after two steps and went on."""
+    whole, resumed = (write_run(run_config(tmp_path / name, model, trainer=trainer)) for name in ("whole", "resumed"))
+    train(whole, 1, 2, 3, 4)
+    train(resumed, 1, 2)
+    train(resumed, 3, 4)
+    return whole, resumed
+
+
 def fingerprints(folder: Path) -> dict[int, str]:
     versions = [read_version(version_folder(folder / "weights", number)) for number in list_versions(folder / "weights")]
     for version in versions:
@@ -103,11 +112,7 @@ def test_every_step_is_reported_with_work_and_waiting_apart(tmp_path, model):
 
 
 def test_a_run_that_is_interrupted_and_resumed_ends_with_bit_identical_weights(tmp_path, model):
-    whole = write_run(run_config(tmp_path / "whole", model))
-    train(whole, 1, 2, 3, 4)
-    resumed = write_run(run_config(tmp_path / "resumed", model))
-    train(resumed, 1, 2)
-    train(resumed, 3, 4)
+    whole, resumed = whole_and_resumed(tmp_path, model, {})
     assert fingerprints(resumed) == fingerprints(whole)
     assert len(events(resumed, "resumed")) == 1 and sorted(reports(resumed)) == [1, 2, 3, 4]
 

@@ -14,8 +14,8 @@ from slipstream.errors import ConfigError
 from slipstream.models.matrices import fused_columns
 from slipstream.trainer.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors
 from slipstream.trainer.rules import RuleOptimizer, orthogonalised
-from tests.unit.trainer.helpers import make_batch, model_folder, run_config, write_run
-from tests.unit.trainer.test_rl import fingerprints, train
+from tests.unit.trainer.helpers import make_batch, model_folder
+from tests.unit.trainer.test_rl import fingerprints, whole_and_resumed
 from tests.unit.trainer.test_step import learner
 
 KINDS = ["adamw", "muon", "sgd", "sign_sgd"]
@@ -244,11 +244,7 @@ def test_state_survives_a_round_trip_through_named_tensors(kind, moments):
 @pytest.mark.parametrize(("kind", "moments"), OURS)
 def test_a_run_that_is_interrupted_and_resumed_ends_with_bit_identical_weights(tmp_path, folder, kind, moments):
     trainer = {"optim": {"type": kind, "moments": moments, "lr": 1e-3, "weight_decay": 0.1}}
-    whole = write_run(run_config(tmp_path / "whole", folder, trainer=trainer))
-    train(whole, 1, 2, 3, 4)
-    resumed = write_run(run_config(tmp_path / "resumed", folder, trainer=trainer))
-    train(resumed, 1, 2)
-    train(resumed, 3, 4)
+    whole, resumed = whole_and_resumed(tmp_path, folder, trainer)
     assert fingerprints(resumed) == fingerprints(whole)
 
 
