@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
+from slipstream.config.parallel import ParallelConfig
 
 S = TypeVar("S", bound=Section)
 
@@ -135,7 +136,7 @@ class OptimConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The trainer process."""
+    """The trainer: one process, or several (trainer.parallel)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. Parameters, gradients and moments are float32 (bfloat16 runs under autocast-free casting of weights)."""
@@ -157,7 +158,8 @@ class TrainerConfig(Section):
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when no batch arrives for this long."""
     threads: int = Field(default=1, ge=1)
-    """OpenMP threads of the process."""
+    """OpenMP threads of each process."""
+    parallel: ParallelConfig = ParallelConfig()
 
 
 class SftConfig(Section):

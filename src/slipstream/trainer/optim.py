@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.train import OptimConfig
+from slipstream.parallel.fsdp import part
+from slipstream.parallel.mesh import ALONE, Mesh
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
@@ -26,12 +28,15 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) over the parameters that train, with weight decay on matrices and expert stacks only."""
-    trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """AdamW (arXiv 1711.05101) over the parameters that train, with weight decay on matrices and expert stacks only.
+
+    Parameters that are sharded over different processes are groups of their own: one fused call takes tensors of one mesh.
+    """
+    params: dict[tuple[float, object], list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.requires_grad:
+            params.setdefault((config.weight_decay if p.ndim >= 2 else 0.0, getattr(p, "device_mesh", None)), []).append(p)
+    groups = [{"params": same, "weight_decay": decay} for (decay, _), same in params.items()]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
@@ -45,10 +50,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, s
     return {f"{key}/{names[p]}": value for p, state in optimizer.state.items() for key, value in state.items()}
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`."""
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], mesh: Mesh = ALONE
+) -> None:
+    """The inverse of `optimizer_tensors`: of whole tensors, of which a sharded parameter takes its part."""
     parameters = {name: p for p, name in names.items()}
     optimizer.state.clear()
     for key, value in tensors.items():
         state, _, name = key.partition("/")
-        optimizer.state[parameters[name]][state] = value.clone()
+        parameter = parameters[name]
+        optimizer.state[parameter][state] = (part(value, parameter, mesh) if value.ndim else value).clone()

@@ -3,6 +3,9 @@
 In float32 both are the same module. In bfloat16 a second module computes; each of its gradients is added to the float32 gradient of
 its master as soon as it is complete, so rows accumulate in float32, and after an optimizer step the copy is rounded from the masters.
 What is published is the copy: exactly the weights that the next step trains from.
+
+A model that is sharded over processes needs no second module: FSDP keeps float32 shards, gathers them rounded, and adds up gradients
+in float32 (`parallel.fsdp`). Both are then the sharded module, and rounding is left to whoever publishes.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ class Weights:
     """`master` is optimised and checkpointed; `compute` runs and is published."""
 
     def __init__(self, master: Decoder, dtype: torch.dtype) -> None:
+        """`dtype` is that of the copy; float32 for none."""
         self.master = master
         self.compute = master
         if dtype != torch.float32:
