@@ -115,9 +115,17 @@ def sft(
 ) -> None:
     """Supervised warm-up on the environments' own demonstrations ([sft] in the run file)."""
     from slipstream.jobs.sft import warm_up
+    from slipstream.launch import ranks
+    from slipstream.launch.local import die_with_parent
+    from slipstream.models.spec import ModelSpec
+    from slipstream.parallel.fit import check_fits
 
+    die_with_parent()
     config = _with_model(load(RunConfig, files, sets), model)
     _check_model(config.model.path)
+    check_fits(config.trainer.parallel, ModelSpec.from_folder(config.model.path))
+    if ranks.needed(config.trainer.parallel.processes):
+        raise typer.Exit(ranks.run(config.trainer.parallel.processes))
     warm_up(config, out)
 
 

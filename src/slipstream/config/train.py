@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
+from slipstream.config.parallel import ParallelConfig
 
 S = TypeVar("S", bound=Section)
 
@@ -154,7 +155,7 @@ class OptimConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The trainer process."""
+    """The trainer: one process, or several (trainer.parallel)."""
 
     dtype: Literal["float32", "bfloat16", "float8"] = "float32"
     """Compute dtype. Master weights and their gradients are float32 in all of them. float8: bfloat16, with the matrices of attention and
@@ -179,7 +180,8 @@ class TrainerConfig(Section):
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when no batch arrives for this long."""
     threads: int = Field(default=1, ge=1)
-    """OpenMP threads of the process."""
+    """OpenMP threads of each process."""
+    parallel: ParallelConfig = ParallelConfig()
 
 
 class SftConfig(Section):

@@ -15,26 +15,38 @@ from slipstream.envs.demonstrations import demonstration_samples
 from slipstream.errors import ConfigError
 from slipstream.models.folders import check_replaceable
 
+WAIT_S = 1800.0
+"""How long one trainer process may wait for another: the first one makes the demonstrations before it leads."""
+
 
 def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
     """Train on demonstrations of every environment, by weight; write `out` as an HF folder. Returns the last metrics.
+
+    Of several trainer processes (`trainer.parallel`) the first one does this, the others help it and return nothing.
 
     Raises ConfigError: no [sft] table, an environment without demonstrations, or something else than a model at `out`.
     """
     import torch
 
-    from slipstream.trainer.sft import train
+    from slipstream.parallel.mesh import joined
+    from slipstream.trainer.sft import assist, train
 
     if config.sft is None:
         raise ConfigError("sft: the run file has no [sft] table; add one (an empty table takes every default)")
     check_replaceable(out)
     out.parent.mkdir(parents=True, exist_ok=True)  # where that is impossible, now is the time to say so
     torch.set_num_threads(config.trainer.threads)
-    console = Console(stderr=True)
-    samples = demonstrations(config)
-    console.print(f"sft: {len(samples)} demonstrations, {np.mean([len(tokens) for tokens, _ in samples]):.0f} tokens on average")
-    metrics = train(config.model.path, samples, config, out, on_step=lambda step, values: _show(console, config, step, values))
-    console.print(f"sft: wrote {out}")
+    with joined(config.trainer.parallel, WAIT_S) as mesh:
+        if not mesh.leads:
+            assist(config.model.path, config, mesh)
+            return {}
+        console = Console(stderr=True)
+        samples = demonstrations(config)
+        console.print(f"sft: {len(samples)} demonstrations, {np.mean([len(tokens) for tokens, _ in samples]):.0f} tokens on average")
+        metrics = train(
+            config.model.path, samples, config, out, on_step=lambda step, values: _show(console, config, step, values), mesh=mesh
+        )
+        console.print(f"sft: wrote {out}")
     return metrics
 
 

@@ -16,11 +16,13 @@ from slipstream.envs.base import count_tasks, load_env
 from slipstream.errors import ConfigError, ModelError
 from slipstream.launch import run_folder
 from slipstream.launch.local import RoleDied, Supervisor
+from slipstream.launch.ranks import free_port
 from slipstream.launch.topology import processes
 from slipstream.models.spec import ModelSpec
 from slipstream.observe.dashboard import Dashboard
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import print_summary, summarise
+from slipstream.parallel.fit import check_fits
 
 
 def run(config: RunConfig, resume: bool, clean: bool) -> int:
@@ -42,7 +44,7 @@ def _supervise(config: RunConfig, folder: Path, hold: int) -> int:
     console.print(f"run folder: {folder}")
     dashboard = Dashboard(folder, config.max_steps)
     supervisor = Supervisor(
-        processes(config, folder), folder, lambda line: console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True), hold
+        processes(config, folder, free_port()), folder, lambda line: console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True), hold
     )
     try:
         supervisor.run(on_poll=dashboard.poll)
@@ -84,6 +86,7 @@ def check_inputs(config: RunConfig) -> None:
             "the model was not made for sequences that long; lower model.seq_len"
         )
     check_room(spec, config.engine, config.model.seq_len)
+    check_fits(config.trainer.parallel, spec)
 
 
 def check_ports(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ class ProcessSpec:
     """One role process."""
 
     name: str
-    """'engine-0', 'trainer', 'orchestrator': also the name of its log file."""
+    """'engine-0', 'trainer', 'trainer-1', 'orchestrator': also the name of its log file."""
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     restart: bool = False
@@ -27,8 +27,8 @@ class ProcessSpec:
     """Grows when the process ended because an environment had frozen it: then too the supervisor starts it again."""
 
 
-def processes(config: RunConfig, run_folder: Path) -> list[ProcessSpec]:
-    """Every role process of a run, in the order in which to start them."""
+def processes(config: RunConfig, run_folder: Path, port: int = 0) -> list[ProcessSpec]:
+    """Every role process of a run, in the order in which to start them. `port`: where several trainer processes meet."""
     slipstream = (sys.executable, "-m", "slipstream.cli")
     folder = str(run_folder)
     engines = [
@@ -40,9 +40,18 @@ def processes(config: RunConfig, run_folder: Path) -> list[ProcessSpec]:
         )
         for replica in range(config.engine.replicas)
     ]
-    trainer = ProcessSpec("trainer", (*slipstream, "trainer", folder), _threads(config.trainer.threads))
+    threads, size = _threads(config.trainer.threads), config.trainer.parallel.processes
+    trainers = [
+        ProcessSpec(f"trainer-{rank}" if rank else "trainer", (*slipstream, "trainer", folder), threads | ranks(rank, size, port))
+        for rank in range(size)
+    ]
     orchestrator = ProcessSpec("orchestrator", (*slipstream, "orchestrator", folder), _threads(1), frozen=dump_file(run_folder))
-    return [trainer, *engines, orchestrator]
+    return [*trainers, *engines, orchestrator]
+
+
+def ranks(rank: int, size: int, port: int) -> dict[str, str]:
+    """How trainer processes find each other: the variables that torchrun sets. None for one process."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if size > 1 else {}
 
 
 def _threads(count: int) -> dict[str, str]:

@@ -28,6 +28,7 @@ from slipstream.ops.fp8 import WEIGHT, Quantised
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("_scale", "_scale_inv", "_scales")
@@ -78,7 +79,7 @@ def _problems(model: Decoder, views: Mapping[str, Tensor], tensors: Mapping[str,
             found.append(_quantised(name, where, given.dtype))
     for name in tensors.keys() - views.keys():
         tied_copy = name == "lm_head.weight" and model.head is None
-        if tied_copy and not _equal(tensors[name], tensors.get("model.embed_tokens.weight")):
+        if tied_copy and not _equal(tensors[name], tensors.get(EMBEDDING)):
             found.append("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings = true")
         elif not tied_copy and not name.endswith(_DERIVED) and not _is_carried(model.spec, name) and not _is_scale(tensors, name):
             where = f" in {files[name]}" if name in files else ""
@@ -198,7 +199,14 @@ def _unreadable(file: Path, error: Exception) -> ModelError:
 
 
 def save_folder(model: Decoder, folder: str | Path, like: str | Path, shard_bytes: int | None = None) -> None:
-    """Write an HF folder: the weights in the model's dtype, and config, tokenizer and templates as they are in the folder `like`.
+    """`save_tensors` of the weights of `model`."""
+    save_tensors(hf_tensors(model), model.spec, folder, like, shard_bytes)
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], spec: ModelSpec, folder: str | Path, like: str | Path, shard_bytes: int | None = None
+) -> None:
+    """Write an HF folder: the weights `tensors` (HF names), and config, tokenizer and templates, as they are in the folder `like`.
 
     So are tensors of prediction layers, which a `Decoder` does not have. `shard_bytes` None: one file.
     Atomic: `folder` is whole or absent, and replaces an earlier one of that name.
@@ -208,8 +216,9 @@ def save_folder(model: Decoder, folder: str | Path, like: str | Path, shard_byte
     if not (like / "config.json").is_file():
         raise ModelError(f"{like} is not a model folder: it has no config.json to copy")
     with atomic_folder(folder) as fresh:
-        _copy_companions(like, fresh, str(model.embed.dtype).removeprefix("torch."))
-        write_tensors(fresh, hf_tensors(model) | _carried(model.spec, like, model.embed.dtype), shard_bytes)
+        dtype = tensors[EMBEDDING].dtype
+        _copy_companions(like, fresh, str(dtype).removeprefix("torch."))
+        write_tensors(fresh, {**tensors, **_carried(spec, like, dtype)}, shard_bytes)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int | None = None) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.train import OptimConfig
+from slipstream.parallel.fsdp import part
+from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.trainer.rules import RuleOptimizer, adamw, muon, sgd, sign_sgd
 
 
@@ -49,13 +51,14 @@ def make_optimizer(
 
 
 def _by_decay(groups: Sequence[Mapping[str, Any]], config: OptimConfig) -> list[dict[str, Any]]:
-    """Each group once with its matrices, which decay, and once with the rest; without those that are empty."""
-    halves = [
-        {**group, "params": [p for p in group["params"] if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay if decays else 0.0}
-        for group in groups
-        for decays in (True, False)
-    ]
-    return [half for half in halves if half["params"]]
+    """Each group cut into its matrices, which decay, and the rest; and by mesh, since a fused call takes tensors of one mesh."""
+    found = []
+    for group in groups:
+        params: dict[tuple[float, object], list[nn.Parameter]] = {}
+        for p in group["params"]:
+            params.setdefault((config.weight_decay if p.ndim >= 2 else 0.0, getattr(p, "device_mesh", None)), []).append(p)
+        found += [{**group, "params": same, "weight_decay": decay} for (decay, _), same in params.items()]
+    return found
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -68,10 +71,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, s
     return {f"{key}/{names[p]}": value for p, state in optimizer.state.items() for key, value in state.items()}
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`."""
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], mesh: Mesh = ALONE
+) -> None:
+    """The inverse of `optimizer_tensors`: of whole tensors, of which a sharded parameter takes its part."""
     parameters = {name: p for p, name in names.items()}
     optimizer.state.clear()
     for key, value in tensors.items():
         state, _, name = key.partition("/")
-        optimizer.state[parameters[name]][state] = value.clone()
+        parameter = parameters[name]
+        optimizer.state[parameter][state] = (part(value, parameter, mesh) if value.ndim else value).clone()

@@ -6,6 +6,9 @@ What is published is the copy: exactly the weights that the next step trains fro
 
 In float8 the second module is in bfloat16, and its matrices (the precision map, `models.matrices`) are quantised from there once a step,
 then multiplied in FP8. An engine that quantises the published copy by the same map has the same codes.
+
+A model that is sharded over processes needs no second module: FSDP keeps float32 shards, gathers them rounded, and adds up gradients
+in float32 (`parallel.fsdp`). Both are then the sharded module, and rounding is left to whoever publishes.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ from slipstream.config.train import TrainerConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.matrices import fused_columns
 from slipstream.ops.fp8_weight import Fp8Errors, Fp8Weight
+from slipstream.parallel.mesh import ALONE, Mesh
 
 
 class Weights:
     """`master` is optimised and checkpointed; `compute` runs and is published."""
 
-    def __init__(self, master: Decoder, config: TrainerConfig) -> None:
+    def __init__(self, master: Decoder, config: TrainerConfig, mesh: Mesh = ALONE) -> None:
         self.master = master
         self.compute = master
         self._fp8: list[Fp8Weight] = []
         self._errors = Fp8Errors()
-        if config.dtype != "float32":
+        if config.dtype != "float32" and mesh.alone:
             self.compute = copy.deepcopy(master).to(torch.bfloat16)
             if config.dtype == "float8":
                 self._fp8 = multiply_in_fp8(self.compute, config.fp8_scales == "power_of_two", self._errors)

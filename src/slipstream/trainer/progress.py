@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.models.hf import hf_tensors, load_hf_tensors
 from slipstream.trainer import checkpoint
 from slipstream.trainer.checkpoint import Checkpoint
-from slipstream.trainer.optim import load_optimizer_tensors, optimizer_tensors
-from slipstream.trainer.step import Learner
+from slipstream.trainer.team import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +31,23 @@ class Progress:
     """Of the batch of that step."""
 
 
-def save(checkpoints: Path, learner: Learner, now: Progress, config_fingerprint: str) -> Checkpoint:
+def save(checkpoints: Path, team: Team, now: Progress, config_fingerprint: str) -> Checkpoint:
     """Write a verified checkpoint. Raises OSError, see `checkpoint.save`."""
+    masters, moments = team.state()
     rng = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
     return checkpoint.save(
         checkpoints,
         now.step,
-        model=hf_tensors(learner.weights.master),
-        optimizer=optimizer_tensors(learner.optimizer, learner.names),
-        state={"bad_steps": now.bad_steps, "max_steps": learner.max_steps, "rng": rng},
+        model=masters,
+        optimizer=moments,
+        state={"bad_steps": now.bad_steps, "max_steps": team.max_steps, "rng": rng},
         orchestrator_state=now.orchestrator_state,
         config_fingerprint=config_fingerprint,
     )
 
 
-def load(learner: Learner, found: Checkpoint) -> Progress:
+def load(team: Team, found: Checkpoint) -> Progress:
     """Put the learner where it was. Raises ModelError when the checkpoint is of another model."""
-    load_hf_tensors(learner.weights.master, found.model_tensors())
-    learner.weights.sync()
-    load_optimizer_tensors(learner.optimizer, learner.names, found.optimizer_tensors())
+    team.restore(found)
     torch.set_rng_state(torch.tensor(np.frombuffer(base64.b64decode(found.state["rng"]), dtype=np.uint8)))
     return Progress(found.step, int(found.state["bad_steps"]), found.orchestrator_state)

@@ -1,5 +1,7 @@
 """The trainer role: receive a batch, step, publish the new policy version, checkpoint when due. One thread, no sockets.
 
+Of several processes (`trainer.parallel`) the first one does all this; the others step and gather with it (`trainer.team`).
+
 It waits for one thing only, the next batch in the run folder (woken by the orchestrator's rename), and says how long.
 Knows nothing of rollouts, rewards or engines.
 """
@@ -23,18 +25,23 @@ import torch
 
 from slipstream.config import RunConfig, load
 from slipstream.errors import ModelError, TrainerError
-from slipstream.models.hf import hf_tensors, save_folder
+from slipstream.models.hf import save_tensors
 from slipstream.models.load import load_model
+from slipstream.models.spec import ModelSpec
 from slipstream.observe.metrics import MetricsWriter
+from slipstream.parallel.mesh import joined
 from slipstream.trainer import checkpoint, progress
 from slipstream.trainer.publish import publish
 from slipstream.trainer.step import Learner, StepOutcome
+from slipstream.trainer.team import Team, follow
 from slipstream.transport.codec import encode_batch
 from slipstream.transport.files import write_durably
 from slipstream.transport.folder import Finish, FolderInbox, batch_path, list_batches
 from slipstream.types import Batch
 
 HEARTBEAT_S = 5.0
+COLLECTIVE_S = 600.0
+"""How long one trainer process may wait for another, beyond the wait for a batch."""
 
 
 def main(run_folder: Path) -> int:
@@ -45,20 +52,25 @@ def main(run_folder: Path) -> int:
     config = load(RunConfig, [run_folder / "config.toml"])
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
-    with MetricsWriter(run_folder, "trainer") as metrics:
-        trainer = RlTrainer(run_folder, config, metrics)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
-        trainer.run()
+    with joined(config.trainer.parallel, config.trainer.batch_timeout_s + COLLECTIVE_S) as mesh:
+        learner = Learner(load_model(config.model.path), config.trainer, config.trainer.optim, config.max_steps, mesh)
+        if not mesh.leads:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader stops at a step boundary, and says so
+            follow(learner)
+            return 0
+        with MetricsWriter(run_folder, "trainer") as metrics, Team(learner) as team:
+            trainer = RlTrainer(run_folder, config, metrics, team)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
+            trainer.run()
     return 0
 
 
 class RlTrainer:
-    """The loop: what it holds is a learner and how far the run has come."""
+    """The loop: what it holds is a team of learners and how far the run has come."""
 
-    def __init__(self, run_folder: Path, config: RunConfig, metrics: MetricsWriter) -> None:
-        self.run_folder, self.config, self.metrics = run_folder, config, metrics
-        self.learner = Learner(load_model(config.model.path), config.trainer, config.trainer.optim, config.max_steps)
+    def __init__(self, run_folder: Path, config: RunConfig, metrics: MetricsWriter, team: Team) -> None:
+        self.run_folder, self.config, self.metrics, self.team = run_folder, config, metrics, team
         self.now = progress.Progress()
         self._inbox = FolderInbox(run_folder)
         self._checkpointed = -1
@@ -89,7 +101,8 @@ class RlTrainer:
         if self._checkpointed != self.step:
             self._checkpoint(final=True)
         if not self._stopping:
-            save_folder(self.learner.weights.compute, self.run_folder / "final", like=self.config.model.path)
+            spec = ModelSpec.from_folder(self.config.model.path)
+            save_tensors(self.team.published(), spec, self.run_folder / "final", like=self.config.model.path)
 
     def _receive(self) -> Batch | Finish | None:
         with self._timed("wait_batch", self.step + 1) as timing:
@@ -106,7 +119,7 @@ class RlTrainer:
 
     def _train(self, batch: Batch) -> None:
         with self._timed("step", batch.step) as timing:
-            outcome = self.learner.step(batch)
+            outcome = self.team.step(batch)
         bad_steps = self.now.bad_steps + 1 if outcome.problem else 0
         self.now = progress.Progress(batch.step, bad_steps, batch.orchestrator_state)
         times = {"trainer/time/step_s": timing["seconds"], "trainer/time/wait_batch_s": self._waited_s}
@@ -131,7 +144,7 @@ class RlTrainer:
     def _publish(self) -> None:
         weights = self.run_folder / "weights"
         with self._timed("publish", self.step) as timing:
-            publish(weights, self.step, hf_tensors(self.learner.weights.compute), self.step - 1 if self.step else None)
+            publish(weights, self.step, self.team.published(), self.step - 1 if self.step else None)
         self.metrics.log(self.step, {"trainer/time/publish_s": timing["seconds"]})
 
     def _checkpoint(self, final: bool = False) -> None:
@@ -139,7 +152,7 @@ class RlTrainer:
         root = self.run_folder / "checkpoints"
         try:
             with self._timed("checkpoint", self.step) as timing:
-                progress.save(root, self.learner, self.now, self.config.fingerprint())
+                progress.save(root, self.team, self.now, self.config.fingerprint())
         except OSError as error:
             if final or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -157,7 +170,7 @@ class RlTrainer:
         """From the newest checkpoint; batches after it that are on disk will be trained again, to the same weights."""
         found = checkpoint.newest(self.run_folder / "checkpoints")
         if found is not None:
-            self.now = progress.load(self.learner, found)
+            self.now = progress.load(self.team, found)
             self._checkpointed = self.step
             self.metrics.event("resumed", step=self.step)
         first = min(list_batches(self.run_folder), default=self.step + 1)

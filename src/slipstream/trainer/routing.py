@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.models.context import FullContext
 from slipstream.models.decoder import Decoder
 from slipstream.models.spec import ModelSpec
+from slipstream.parallel.mesh import Mesh
 from slipstream.types import MicroBatch
 
 
@@ -48,6 +49,13 @@ class RoutingStats:
             self._replayed += int(row.routing_valid_T.sum())
             same_TL = (ids_TLK.unsqueeze(3) == native_TLK.unsqueeze(2)).any(3).all(2)
             self._flipped += int((~same_TL).sum())
+
+    def combine(self, mesh: Mesh) -> None:
+        """Add up over all processes, each of which has counted tokens of its own."""
+        counts = np.concatenate([self.load_LE.ravel(), self.native_LE.ravel(), [self._tokens, self._replayed, self._flipped]])
+        total = mesh.add_up(torch.from_numpy(counts)).numpy()
+        self.load_LE, self.native_LE = total[:-3].reshape(2, *self.load_LE.shape)
+        self._tokens, self._replayed, self._flipped = total[-3:].tolist()
 
     def shares(self) -> np.ndarray:
         """Share of each MoE layer's tokens that went to each expert [L, E]; empty for a dense model."""

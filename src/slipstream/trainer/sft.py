@@ -13,11 +13,14 @@ import numpy as np
 
 from slipstream.algorithms.packing import assign
 from slipstream.config import RunConfig, validate
-from slipstream.config.train import PolicyGradientLoss
+from slipstream.config.train import PolicyGradientLoss, SftConfig
 from slipstream.errors import ConfigError, TrainerError
-from slipstream.models.hf import save_folder
+from slipstream.models.hf import save_tensors
 from slipstream.models.load import load_model
+from slipstream.models.spec import ModelSpec
+from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.trainer.step import Learner, StepOutcome
+from slipstream.trainer.team import Team, follow
 from slipstream.types import Batch, BoolArray, IntArray, MicroBatch
 
 Demonstration = tuple[IntArray, BoolArray]
@@ -30,10 +33,12 @@ def train(
     config: RunConfig,
     out_folder: Path,
     on_step: Callable[[int, dict[str, float]], None] | None = None,
+    mesh: Mesh = ALONE,
 ) -> dict[str, float]:
     """Train for `config.sft.steps` steps and write `out_folder` as an HF folder. Returns the metrics of the last step.
 
     Metrics: loss (nats a token), grad_norm, lr, tokens (of the step), tokens_per_s.
+    In the leading process of the trainer; the others run `assist`.
     Raises ConfigError: no [sft] table, no samples, or one longer than a row; TrainerError: too many non-finite steps in a row.
     """
     sft = config.sft
@@ -41,20 +46,30 @@ def train(
         raise ConfigError("sft: the run file has no [sft] table; add one (an empty table takes every default)")
     if not samples:
         raise ConfigError("sft: there are no demonstrations to train on; raise sft.num_demonstrations")
-    trainer = config.trainer.replace(loss=validate(PolicyGradientLoss, {}))
-    learner = Learner(load_model(model_folder), trainer, sft.optim, sft.steps)
     chosen, bad_steps, metrics = draws(len(samples), sft.samples_per_step, config.seed), 0, {}
-    for step in range(1, sft.steps + 1):
-        start = time.perf_counter()
-        outcome = learner.step(demonstration_batch(step, [samples[i] for i in next(chosen)], trainer.row_tokens))
-        bad_steps = bad_steps + 1 if outcome.problem else 0
-        if bad_steps >= trainer.max_bad_steps:
-            raise TrainerError(f"sft: {bad_steps} steps in a row were skipped, the last because {outcome.problem}; lower sft.optim.lr")
-        metrics = _metrics(outcome, time.perf_counter() - start)
-        if on_step is not None:
-            on_step(step, metrics)
-    save_folder(learner.weights.compute, out_folder, like=model_folder)
+    with Team(_learner(model_folder, config, sft, mesh)) as team:
+        for step in range(1, sft.steps + 1):
+            start = time.perf_counter()
+            outcome = team.step(demonstration_batch(step, [samples[i] for i in next(chosen)], config.trainer.row_tokens))
+            bad_steps = bad_steps + 1 if outcome.problem else 0
+            if bad_steps >= config.trainer.max_bad_steps:
+                raise TrainerError(f"sft: {bad_steps} steps in a row were skipped, the last because {outcome.problem}; lower sft.optim.lr")
+            metrics = _metrics(outcome, time.perf_counter() - start)
+            if on_step is not None:
+                on_step(step, metrics)
+        save_tensors(team.published(), ModelSpec.from_folder(model_folder), out_folder, like=model_folder)
     return metrics
+
+
+def assist(model_folder: Path, config: RunConfig, mesh: Mesh) -> None:
+    """What the other processes of the trainer run while the leading one runs `train`."""
+    assert config.sft is not None
+    follow(_learner(model_folder, config, config.sft, mesh))
+
+
+def _learner(model_folder: Path, config: RunConfig, sft: SftConfig, mesh: Mesh) -> Learner:
+    trainer = config.trainer.replace(loss=validate(PolicyGradientLoss, {}))
+    return Learner(load_model(model_folder), trainer, sft.optim, sft.steps, mesh)
 
 
 def draws(num_samples: int, size: int, seed: int) -> Iterator[list[int]]:

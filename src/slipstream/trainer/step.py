@@ -1,28 +1,36 @@
 """One optimizer step on one batch: shared by RL and SFT (which is a policy gradient with advantage 1 on given tokens).
 
 Each row is run forward and backward on its own; its summed loss is divided by the loss tokens of the *whole* batch, so a token weighs
-the same however the batch was cut into rows. Knows nothing of files, waiting, versions on disk or metrics lines.
+the same however the batch was cut into rows, and whichever process of the trainer ran them. Knows nothing of files, waiting, versions
+on disk or metrics lines.
 
-Shapes: T tokens of a row, N of them that carry loss, D hidden features.
+Shapes: T tokens of a row, t of them in this process, N that carry loss, n of those that are predicted here, D hidden features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from slipstream.algorithms.losses import loss_fn
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.errors import ConfigError, StateError
 from slipstream.models.decoder import Decoder
+from slipstream.models.hf import hf_views, load_hf_tensors
+from slipstream.models.load import build_model
 from slipstream.models.matrices import fused_columns
 from slipstream.ops import token_logprobs
+from slipstream.parallel.apply import parallelise
+from slipstream.parallel.context import across, gather_tokens
+from slipstream.parallel.fsdp import clip_gradients, gather, part
+from slipstream.parallel.mesh import ALONE, Mesh
+from slipstream.parallel.rows import cut, own_rows, spans
 from slipstream.trainer.memory import Trimmer
-from slipstream.trainer.optim import learning_rate, make_optimizer, set_learning_rate
+from slipstream.trainer.optim import learning_rate, load_optimizer_tensors, make_optimizer, optimizer_tensors, set_learning_rate
 from slipstream.trainer.precision import Weights
 from slipstream.trainer.routing import RoutingStats, balance, row_context
 from slipstream.trainer.sums import TokenSums
@@ -42,15 +50,18 @@ class StepOutcome:
 
 
 class Learner:
-    """A policy and its optimizer. `step` is the only thing that changes the weights."""
+    """A policy and its optimizer. `step` is the only thing that changes the weights.
 
-    def __init__(self, model: Decoder, config: TrainerConfig, optim: OptimConfig, max_steps: int) -> None:
-        """`model` holds float32 weights. Raises ConfigError: the model cannot do what `config` asks for."""
-        _prepare(model, config)
-        self.config, self.optim, self.max_steps = config, optim, max_steps
-        self.weights = Weights(model, config)
-        if config.recompute:
-            _recompute_layers(self.weights.compute)
+    One in each process of the trainer; all of them call every method together, with the same arguments.
+    """
+
+    def __init__(self, model: Decoder, config: TrainerConfig, optim: OptimConfig, max_steps: int, mesh: Mesh = ALONE) -> None:
+        """`model` holds float32 weights, all of them. Raises ConfigError: the model cannot do what `config` asks for."""
+        _prepare(model, config, optim, mesh)
+        self.config, self.optim, self.max_steps, self.mesh = config, optim, max_steps, mesh
+        self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        self.weights = Weights(model, config, mesh)
+        parallelise(self.weights.compute, mesh, self._dtype, config.recompute)
         self.optimizer = make_optimizer(dict(model.named_parameters()), fused_columns(model.names, model.spec), optim)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._loss_fn, self._memory = loss_fn(config.loss), Trimmer()
@@ -59,7 +70,7 @@ class Learner:
         """Train on one batch. A non-finite loss or gradient leaves the weights as they are and names the problem."""
         rate = learning_rate(self.optim, batch.step, self.max_steps)
         sums, routing = self.accumulate(batch)
-        norm = float(nn.utils.clip_grad_norm_(self.weights.parameters, self.optim.clip_norm, foreach=True))
+        norm = clip_gradients(self.weights.parameters, self.optim.clip_norm, self.mesh)
         loss = sums.loss / max(1, batch.loss_tokens)
         problem = _problem(batch, loss, norm)
         if not problem:
@@ -79,27 +90,80 @@ class Learner:
         _check(batch)
         sums, routing = TokenSums(), RoutingStats(self.weights.master.spec)
         self.optimizer.zero_grad(set_to_none=True)
-        for row in batch.micro_batches:
-            if row.loss_mask_T.any():
-                self._row(row, batch, sums, routing)
+        rows = [row for row in batch.micro_batches if row.loss_mask_T.any()]
+        for row in own_rows(rows, self.mesh):
+            self._row(row, batch, sums, routing)
+        sums.combine(self.mesh)
+        routing.combine(self.mesh)
         return sums, routing
+
+    def published(self) -> dict[str, Tensor]:
+        """The weights that the next step trains from, in the compute dtype, under HF names; only the leading process has any."""
+        return self._gathered(self.weights.compute, self._dtype)
+
+    def masters(self) -> dict[str, Tensor]:
+        """The float32 weights under HF names; only the leading process has any."""
+        return self._gathered(self.weights.master)
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's state under '<state>/<parameter name>'; only the leading process has any."""
+        return gather(optimizer_tensors(self.optimizer, self.names), self.mesh)
+
+    @torch.no_grad()
+    def restore(self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """The inverse of `masters` and `moments`. Raises ModelError: they are of another model."""
+        model = self.weights.master
+        fresh = model if self.mesh.alone else build_model(model.spec, device="meta").to_empty(device="cpu")
+        load_hf_tensors(fresh, masters)
+        for name, parameter in model.named_parameters():
+            if fresh is not model:
+                parameter.copy_(part(fresh.get_parameter(name), parameter, self.mesh))
+        self.weights.sync()
+        load_optimizer_tensors(self.optimizer, self.names, moments, self.mesh)
+
+    def _gathered(self, model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        kept = gather({name: p.detach() for name, p in model.named_parameters()}, self.mesh, dtype)
+        return {name: view.contiguous() for name, view in hf_views(model, kept).items()}
 
     def _row(self, row: MicroBatch, batch: Batch, sums: TokenSums, routing: RoutingStats) -> None:
         """Forward and backward of one row; gradients add up in the parameters."""
-        model = self.weights.compute
-        context = row_context(row, model.spec, self.config.router_replay)
-        hidden_TD = model(torch.tensor(row.tokens_T), torch.tensor(row.positions_T), context)
+        span = spans(row.num_tokens, self.mesh.config.cp)[self.mesh.context]
+        here, model = cut(row, span.first, span.end), self.weights.compute
+        context = row_context(here, model.spec, self.config.router_replay)
+        seen = across(context, row, span, self.mesh)
+        hidden_tD = model(torch.tensor(here.tokens_T), torch.tensor(here.positions_T), seen)
         at_N = row.loss_mask_T.nonzero()[0]
-        # The hidden state before a token predicts it; a document's first token never carries loss, so at - 1 is in its document.
-        hidden_ND = hidden_TD.index_select(0, torch.from_numpy(at_N - 1))
-        targets_N, temperature_N = torch.tensor(row.tokens_T[at_N]), torch.tensor(row.temperature_T[at_N])
-        logprobs_N, entropy_N = token_logprobs(hidden_ND, model.head_weight, targets_N, temperature_N, self.config.logprob_chunk_tokens)
+        logprobs_N, entropy_N = self._logprobs(hidden_tD, row, at_N)
+        routing.add(here, context, self.config.router_replay)
+        if not len(at_N):  # adds nothing, but the exchanges of the backward pass take all processes
+            logprobs_N.sum().backward()
+            return
         engine_N, advantages_N = torch.tensor(row.logprobs_T[at_N]), torch.tensor(row.advantages_T[at_N])
         mask_N, sample_N = torch.ones(len(at_N), dtype=torch.bool), torch.tensor(row.sample_T[at_N])
         output = self._loss_fn(logprobs_N, engine_N, advantages_N, mask_N, sample_N)
         (output.loss_T.sum() / batch.loss_tokens).backward()
-        sums.add(output, logprobs_N.detach(), engine_N, entropy_N, torch.tensor(batch.version - row.versions_T[at_N]))
-        routing.add(row, context, self.config.router_replay)
+        if self.mesh.context == 0:  # the other processes of the row see the same loss tokens
+            sums.add(output, logprobs_N.detach(), engine_N, entropy_N, torch.tensor(batch.version - row.versions_T[at_N]))
+
+    def _logprobs(self, hidden_tD: Tensor, row: MicroBatch, at_N: np.ndarray) -> tuple[Tensor, Tensor]:
+        """log p and entropy of the tokens `at_N` of the row, with gradient for those that are predicted here.
+
+        The hidden state before a token predicts it; a document's first token never carries loss, so at - 1 is in its document, though it
+        may be in another process. Each process then computes the loss of the whole row (some losses need all tokens of a sample).
+        """
+        parts = spans(row.num_tokens, self.mesh.config.cp)
+        own, first = parts[self.mesh.context].own(at_N), parts[self.mesh.context].first
+        at_n = at_N[own]
+        hidden_nD = hidden_tD.index_select(0, torch.from_numpy(at_n - 1 - first))
+        targets_n, temperature_n = torch.tensor(row.tokens_T[at_n]), torch.tensor(row.temperature_T[at_n])
+        head = self.weights.compute.head_weight
+        logprobs_n, entropy_n = token_logprobs(hidden_nD, head, targets_n, temperature_n, self.config.logprob_chunk_tokens)
+        if len(parts) == 1 or not len(at_N):
+            return logprobs_n, entropy_n
+        counts_P = [int(span.own(at_N).sum()) for span in parts]
+        logprobs_N, entropy_N = gather_tokens(torch.stack((logprobs_n, entropy_n), 1), counts_P, self.mesh).unbind(1)
+        before = sum(counts_P[: self.mesh.context])
+        return torch.cat((logprobs_N[:before], logprobs_n, logprobs_N[before + len(at_n) :])), entropy_N
 
 
 def _sizes(batch: Batch) -> dict[str, float]:
@@ -126,7 +190,12 @@ def _check(batch: Batch) -> None:
         raise StateError(f"batch of step {batch.step}: a document's first token carries loss, but nothing before it predicts it")
 
 
-def _prepare(model: Decoder, config: TrainerConfig) -> None:
+def _prepare(model: Decoder, config: TrainerConfig, optim: OptimConfig, mesh: Mesh) -> None:
+    if not mesh.alone and (config.dtype == "float8" or optim.type == "muon"):
+        what = 'trainer.dtype = "float8"' if config.dtype == "float8" else 'optim.type = "muon"'
+        raise ConfigError(
+            f"{what} needs whole matrices, and trainer.parallel.processes = {mesh.config.processes} shards them: set one process"
+        )
     if config.balance_rate and config.freeze_router:
         raise ConfigError(
             f"trainer.balance_rate = {config.balance_rate} moves the routing bias, and trainer.freeze_router = true holds the router: "
@@ -141,10 +210,3 @@ def _prepare(model: Decoder, config: TrainerConfig) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith((".router", ".router_logit_bias")):
                 parameter.requires_grad_(False)
-
-
-def _recompute_layers(model: Decoder) -> None:
-    """Drop each layer's activations after the forward pass and compute them again in the backward pass (arXiv 1604.06174)."""
-    for layer in model.layers:
-        forward = layer.forward
-        layer.forward = lambda *args, _forward=forward: checkpoint(_forward, *args, use_reentrant=False, preserve_rng_state=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.losses import LossOutput, k3
+from slipstream.parallel.mesh import Mesh
 
 
 class TokenSums:
@@ -35,6 +36,15 @@ class TokenSums:
         self._entropy += float(entropy_N.sum(dtype=torch.float64))
         self._lag += float(lag_N.sum())
         self._lag_max = max(self._lag_max, int(lag_N.max()))
+
+    def combine(self, mesh: Mesh) -> None:
+        """Add up over all processes."""
+        sums = [self.loss, self._count, self._fresh_count, self._kl, self._fresh_kl, self._entropy, self._lag, self._extreme, self._masked]
+        total = mesh.add_up(torch.tensor(sums, dtype=torch.float64)).tolist()
+        self.loss, self._count, self._fresh_count = total[0], int(total[1]), int(total[2])
+        self._kl, self._fresh_kl, self._entropy, self._lag = total[3:7]
+        self._extreme, self._masked = int(total[7]), int(total[8])
+        self._lag_max = int(mesh.largest(torch.tensor(self._lag_max)))
 
     def metrics(self) -> dict[str, float]:
         """Means; the split of the mismatch KL names only the parts that have tokens."""

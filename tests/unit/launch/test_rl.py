@@ -23,7 +23,7 @@ def test_the_reason_of_a_failure_is_shown_as_it_is(config, monkeypatch, capsys):
     reason = "envs[calculator].args: [/nope] " + "x" * 200
     spec = ProcessSpec("trainer", (sys.executable, "-c", f"import sys; print({reason!r}); sys.exit(2)"))
     monkeypatch.setattr(rl, "check_inputs", lambda config: None)
-    monkeypatch.setattr(rl, "processes", lambda config, folder: [spec])
+    monkeypatch.setattr(rl, "processes", lambda config, folder, port: [spec])
     assert rl.run(config, resume=False, clean=False) == 1
     shown = capsys.readouterr().err
     assert reason in shown and "No batch was trained yet" in shown

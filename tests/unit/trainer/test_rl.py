@@ -21,6 +21,7 @@ from slipstream.errors import ModelError, TrainerError
 from slipstream.models.load import load_model
 from slipstream.observe.metrics import read_metrics
 from slipstream.trainer import checkpoint, rl
+from slipstream.trainer.step import Learner
 from slipstream.transport.codec import decode_batch
 from slipstream.transport.folder import FolderTrainer, list_batches
 from slipstream.transport.weights import list_versions, read_version, verify, version_folder
@@ -147,8 +148,9 @@ def test_being_told_to_stop_leaves_a_checkpoint_of_the_last_step_and_no_final_mo
     config = run_config(tmp_path / "run", model, checkpoint={"interval": 100})
     folder = write_run(config)
     send(folder, 1)
-    with rl.MetricsWriter(folder, "trainer") as metrics:
-        trainer = rl.RlTrainer(folder, config, metrics)
+    learner = Learner(load_model(model), config.trainer, config.trainer.optim, config.max_steps)
+    with rl.MetricsWriter(folder, "trainer") as metrics, rl.Team(learner) as team:
+        trainer = rl.RlTrainer(folder, config, metrics, team)
         poll = trainer._poll
         trainer._poll = lambda: (trainer.stop(), poll())[1]  # type: ignore[method-assign]
         trainer.run()

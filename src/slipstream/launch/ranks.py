@@ -1,0 +1,46 @@
+"""Run one command as several processes that train together: for `slipstream sft`, which no supervisor watches."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+from slipstream.launch.topology import ranks
+
+POLL_S = 0.1
+GRACE_S = 10.0
+"""Time for the other processes to say why they end, after one has failed."""
+
+
+def needed(size: int) -> bool:
+    """Whether `size` processes have to be started: not for one, nor within one of them."""
+    return size > 1 and "WORLD_SIZE" not in os.environ
+
+
+def run(size: int) -> int:
+    """This command line again, as `size` processes. Returns the exit code: that of the first one that failed, which ends the others."""
+    port = free_port()
+    command = (sys.executable, "-m", "slipstream.cli", *sys.argv[1:])
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "SLIPSTREAM_PARENT": str(os.getpid())}
+    started = [subprocess.Popen(command, env={**environment, **ranks(rank, size, port)}) for rank in range(size)]
+    try:
+        while all(process.poll() in (None, 0) for process in started) and any(process.poll() is None for process in started):
+            time.sleep(POLL_S)
+        deadline = time.monotonic() + GRACE_S
+        while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return next((code for process in started if (code := process.poll())), 0)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,37 @@
+"""The one place that makes a model parallel, and the order in which that has to happen."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.models.decoder import Decoder
+from slipstream.parallel.expert import share_experts
+from slipstream.parallel.fit import check_fits
+from slipstream.parallel.fsdp import shard
+from slipstream.parallel.mesh import Mesh
+
+
+def parallelise(model: Decoder, mesh: Mesh, dtype: torch.dtype, recompute: bool) -> None:
+    """Change `model` in place. Raises ConfigError: it cannot be spread so.
+
+    1. experts are shared out: what is left of them is what FSDP shards;
+    2. layers recompute their activations: inside of FSDP, whose hooks then see one forward and one backward pass of each layer;
+    3. FSDP shards what every process holds until here.
+
+    Context parallelism changes no model: it is a context (`parallel.context`). Alone, only recomputation is left.
+    """
+    check_fits(mesh.config, model.spec)
+    if mesh.config.ep > 1:
+        share_experts(model, mesh)
+    if recompute:
+        _recompute_layers(model)
+    if not mesh.alone:
+        shard(model, mesh, dtype)
+
+
+def _recompute_layers(model: Decoder) -> None:
+    """Drop each layer's activations after the forward pass and compute them again in the backward pass (arXiv 1604.06174)."""
+    for layer in model.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, _forward=forward: checkpoint(_forward, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,32 @@
+"""Whether a model can be spread as [trainer.parallel] asks. Torch-free: the launcher refuses a run before anything starts."""
+
+from __future__ import annotations
+
+from slipstream.config.parallel import ParallelConfig
+from slipstream.errors import ConfigError
+from slipstream.models.spec import ModelSpec
+
+
+def check_fits(config: ParallelConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError: experts or heads cannot be shared by so many processes; says which combination can."""
+    problem = _problem(spec, config.cp_method, config.cp, config.ep)
+    if problem:
+        nearest = config.nearest(lambda cp, ep: not _problem(spec, config.cp_method, cp, ep))
+        raise ConfigError(f"trainer.parallel: {problem}. The nearest that fits: {nearest}")
+
+
+def _problem(spec: ModelSpec, cp_method: str, cp: int, ep: int) -> str:
+    if ep > 1 and not spec.moe_layers:
+        return f"ep = {ep} shares out experts, and this model of the family {spec.family!r} has none"
+    if ep > 1 and spec.num_experts % ep:
+        return f"ep = {ep} does not divide the {spec.num_experts} experts of the model"
+    if ep > 1 and spec.clamped is not None:
+        return f"ep = {ep} shares out experts, and the fused ones of {spec.family!r} cannot be yet"
+    if cp > 1 and (spec.indexer is not None or spec.window_layers or spec.sinks):
+        return f"cp = {cp} cuts rows, and {spec.family!r} has sparse attention, windows or sinks, which do not cross the edges yet"
+    if cp_method == "ulysses" and (spec.num_heads % cp or spec.num_kv_heads % cp):
+        return (
+            f"cp = {cp} with cp_method = 'ulysses' gives each process some of the heads, and does not divide the {spec.num_heads} query "
+            f"and {spec.num_kv_heads} key/value heads of the model (cp_method = 'all_gather' needs no heads to divide)"
+        )
+    return ""

@@ -1,0 +1,151 @@
+"""Which process does what: the one place that joins the processes of a trainer and gives them their coordinates.
+
+    rank = (replica · dp_shard + shard) · cp + context        rows: data = replica · dp_shard + shard
+    weights outside the experts:  dp_replicate x fsdp,               fsdp = dp_shard · cp
+    experts:                      dp_replicate x expert_fsdp x ep,   expert_fsdp · ep = fsdp
+
+Ranks that differ only in `context` hold neighbouring tokens of the same row; `ep` ranks are neighbours too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slipstream.config.parallel import ParallelConfig
+from slipstream.errors import ConfigError, TrainerError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The coordinates of this process and the groups that it talks to. Alone, everything that adds up or gathers does nothing."""
+
+    config: ParallelConfig
+    rank: int = 0
+    dense: DeviceMesh | None = None
+    """[dp_replicate, fsdp]; None when alone, as the others."""
+    expert: DeviceMesh | None = None
+    """[dp_replicate, expert_fsdp, ep]."""
+    rows: DeviceMesh | None = None
+    """[data, cp]."""
+
+    @property
+    def alone(self) -> bool:
+        return self.config.processes == 1
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0 talks to the world: batches, published weights, checkpoints, metrics."""
+        return self.rank == 0
+
+    @property
+    def data(self) -> int:
+        return self.rank // self.config.cp
+
+    @property
+    def context(self) -> int:
+        return self.rank % self.config.cp
+
+    @property
+    def expert_rank(self) -> int:
+        return self.rank % self.config.ep
+
+    def shards(self, experts: bool) -> DeviceMesh:
+        """Over which FSDP shards the weights: two dimensions where there are several copies (HSDP)."""
+        mesh, names = (self.expert, ("dp_replicate", "expert_fsdp")) if experts else (self.dense, ("dp_replicate", "fsdp"))
+        assert mesh is not None
+        return mesh[names] if self.config.dp_replicate > 1 else mesh[names[1]]
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        assert self.expert is not None
+        return self.expert.get_group("ep")
+
+    @property
+    def context_group(self) -> dist.ProcessGroup:
+        assert self.rows is not None
+        return self.rows.get_group("cp")
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum over all processes, in place; the same bits everywhere."""
+        if not self.alone:
+            dist.all_reduce(values)
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The maximum over all processes, in place."""
+        if not self.alone:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def tell(self, message: bytes) -> None:
+        """From the leading process to all others, which `hear` it."""
+        if not self.alone:
+            dist.broadcast(torch.tensor(len(message)), 0)
+            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
+
+    def hear(self) -> bytes:
+        """Waits for the leading process to `tell`."""
+        length = torch.tensor(0)
+        dist.broadcast(length, 0)
+        message = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(message, 0)
+        return message.numpy().tobytes()
+
+
+ALONE = Mesh(ParallelConfig())
+"""One process."""
+
+
+@contextmanager
+def joined(config: ParallelConfig, timeout_s: float) -> Iterator[Mesh]:
+    """Join the other trainer processes for the block. One process needs none and joins nothing.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment, as torchrun sets them. `timeout_s` is how long one process may
+    wait for another. Raises ConfigError: started as another number of processes than the run file says; TrainerError: another one is gone.
+    """
+    if config.processes == 1:
+        yield ALONE
+        return
+    world = os.environ.get("WORLD_SIZE", "1")
+    if int(world) != config.processes:
+        raise ConfigError(
+            f"trainer.parallel.processes = {config.processes}, but this process was started as one of {world} (WORLD_SIZE). Let "
+            f"`slipstream rl` or `slipstream sft` start them, or torchrun --nproc-per-node {config.processes}"
+        )
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    try:
+        yield spread(config)
+    except RuntimeError as error:
+        if "gloo" not in str(error):
+            raise
+        raise TrainerError(
+            f"trainer process {dist.get_rank()} lost the connection to another one ({str(error).splitlines()[0]}): see the logs of "
+            "the other trainer processes for the cause"
+        ) from error
+    finally:
+        dist.destroy_process_group()
+
+
+def spread(config: ParallelConfig) -> Mesh:
+    """The groups of processes that have joined. All of them call this together."""
+
+    def make(**sizes: int) -> DeviceMesh:
+        return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    replicas, fsdp, ep = config.dp_replicate, config.fsdp, config.ep
+    return Mesh(
+        config,
+        dist.get_rank(),
+        dense=make(dp_replicate=replicas, fsdp=fsdp),
+        expert=make(dp_replicate=replicas, expert_fsdp=fsdp // ep, ep=ep) if ep > 1 else None,
+        rows=make(data=config.data, cp=config.cp),
+    )

@@ -1,0 +1,144 @@
+"""The cases that tests and worker processes both know: a model, batches, and how to spread them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.config import validate
+from slipstream.config.train import TrainerConfig
+from slipstream.models.decoder import Decoder
+from slipstream.models.load import build_model
+from slipstream.models.spec import ModelSpec
+from slipstream.parallel.fsdp import gather
+from slipstream.parallel.mesh import ALONE, Mesh
+from slipstream.trainer.step import Learner
+from slipstream.types import Batch, MicroBatch
+from tests.unit.trainer.helpers import HF_CONFIG, _pack, _sample
+
+MODELS = {
+    "qwen3_moe": {**HF_CONFIG, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "tied": {**HF_CONFIG, "num_attention_heads": 8, "num_key_value_heads": 4},
+}
+ROW_TOKENS = 64
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "fsdp": {},
+        "hsdp": {"dp_replicate": 2},
+        "ep": {"ep": 2},
+        "cp all-gather": {"cp": 2},
+        "cp ulysses": {"cp": 2, "cp_method": "ulysses"},
+        "ep x cp": {"ep": 2, "cp": 2},
+    },
+    4: {
+        "fsdp": {},
+        "hsdp": {"dp_replicate": 2},
+        "ep": {"ep": 4},
+        "ep x fsdp": {"ep": 2},
+        "ep x hsdp": {"ep": 2, "dp_replicate": 2},
+        "cp all-gather": {"cp": 4},
+        "cp ulysses": {"cp": 4, "cp_method": "ulysses"},
+        "cp x fsdp": {"cp": 2},
+        "ep x cp": {"ep": 4, "cp": 2},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    replay: bool = True
+    recompute: bool = False
+    documents: str = "across"
+    """Where documents end: 'on' the edges between processes, or 'across' them."""
+    model: str = "qwen3_moe"
+    loss: str = "dppo"
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        extras = [x for x, default in ((self.model, "qwen3_moe"), (self.loss, "dppo"), (self.dtype, "float32")) if x != default]
+        flags = ["replay" if self.replay else "native", *["recompute"] * self.recompute, f"documents {self.documents}"]
+        return ", ".join([self.layout, *flags, *extras])
+
+
+def cases(world: int) -> list[Case]:
+    """All of layout x replay x recompute x documents, and a few with another model, loss or dtype.
+
+    Four processes are slow: of each layout they run the half of the grid in which every pair of settings occurs.
+    """
+    grid = [Case(*values) for values in product(LAYOUTS[world], (True, False), (False, True), ("on", "across"))]
+    if world == 4:
+        grid = [case for case in grid if (case.replay + case.recompute + (case.documents == "on")) % 2 == 0]
+    extra = [Case(layout, loss="gspo") for layout in LAYOUTS[world] if "cp" in layout]
+    extra += [Case("fsdp", model="tied"), Case("ep", model="tied"), Case("cp all-gather", model="tied", recompute=True)]
+    extra += [Case(layout, dtype="bfloat16") for layout in LAYOUTS[world]]
+    return grid + extra
+
+
+def batch(case: Case, step: int) -> Batch:
+    """Five rows: no number of processes divides them. With 'on' a document ends at each quarter of a row."""
+    lengths = [[16, 16, 16, 16], [16, 16, 8, 8, 16], [16] * 4, [4] * 12, [12, 12, 12, 12]]
+    if case.documents == "across":
+        lengths = [[61], [7, 50, 6], [3, 21, 22, 18], [30, 31], [2, 4, 5]]
+    rng, rows, index = np.random.default_rng(step), [], 0
+    for row in lengths:
+        samples = []
+        for length in row:
+            samples.append(_of_length(rng, index, step, length))
+            index += 1
+        rows.append(_pack(samples))
+    loss_tokens = sum(int(row.loss_mask_T.sum()) for row in rows)
+    zeros = np.zeros(index, dtype=np.float32)
+    return Batch(step, tuple(rows), loss_tokens, tuple(f"r{i}" for i in range(index)), zeros, zeros)
+
+
+def _of_length(rng: np.random.Generator, index: int, step: int, length: int) -> MicroBatch:
+    """Tokens of random samples laid end to end, as one sample; every token but the first carries loss."""
+    pieces: list[MicroBatch] = []
+    while sum(p.num_tokens for p in pieces) < length:
+        pieces.append(_sample(rng, index, step))
+    joined = _pack(pieces)
+    parts = {name: getattr(joined, name)[:length] for name in MicroBatch.__dataclass_fields__ if name != "doc_starts_D"}
+    mask = np.arange(length) > 0
+    parts |= {
+        "positions_T": np.arange(length, dtype=np.int32),
+        "loss_mask_T": mask,
+        "logprobs_T": np.where(mask, -3.9 + 0.3 * rng.standard_normal(length), 0).astype(np.float32),
+        "versions_T": np.where(mask, step - 1, -1).astype(np.int32),
+        "advantages_T": np.full(length, rng.standard_normal(), dtype=np.float32),
+    }
+    return MicroBatch(**parts, doc_starts_D=np.array([0, length], dtype=np.int32))
+
+
+def learner(case: Case, mesh: Mesh = ALONE, **changes: Any) -> Learner:
+    values = {"row_tokens": ROW_TOKENS, "router_replay": case.replay, "recompute": case.recompute, "dtype": case.dtype}
+    # eps: AdamW would make whole steps of gradients that are rounding noise
+    values |= {"loss": {"type": case.loss}, "optim": {"lr": 1e-3, "eps": 1e-6, "clip_norm": 0.1}, **changes}
+    config = validate(TrainerConfig, values)
+    return Learner(model(case.model), config, config.optim, max_steps=10, mesh=mesh)
+
+
+def model(name: str) -> Decoder:
+    return build_model(ModelSpec.from_config(MODELS[name]), seed=1)
+
+
+def outcome(case: Case, mesh: Mesh = ALONE) -> dict[str, Tensor]:
+    """Everything that must not depend on the number of processes: gradients of one batch, then two steps with their metrics, moments and
+    weights, whole. Only the leading process has it."""
+    subject = learner(case, mesh)
+    sums, routing = subject.accumulate(batch(case, 1))
+    gradients = {f"gradient/{name}": p.grad for name, p in subject.weights.master.named_parameters() if p.grad is not None}
+    result = {name: tensor.clone() for name, tensor in gather(gradients, mesh).items()}
+    metrics = {"loss": sums.loss, **sums.metrics(), **routing.metrics()}
+    for step in (1, 2):
+        metrics |= {f"{step}/{key}": value for key, value in subject.step(batch(case, step)).metrics.items()}
+    result |= {f"parameter/{name}": tensor.clone() for name, tensor in subject.masters().items()}
+    result |= {f"published/{name}": tensor.float() for name, tensor in subject.published().items()}
+    result |= {f"moment/{name}": tensor.clone() for name, tensor in subject.moments().items()}
+    result |= {f"load/{kind}": torch.from_numpy(counts) for kind, counts in (("used", routing.load_LE), ("native", routing.native_LE))}
+    return result | {f"metric/{key}": torch.tensor(float(value), dtype=torch.float64) for key, value in metrics.items()}

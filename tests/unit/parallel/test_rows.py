@@ -1,0 +1,75 @@
+"""Who works on which rows and tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slipstream.config import validate
+from slipstream.config.parallel import ParallelConfig
+from slipstream.parallel.mesh import Mesh
+from slipstream.parallel.rows import cut, own_rows, spans
+from slipstream.types import MicroBatch
+from tests.unit.trainer.helpers import make_batch
+
+
+def meshes(processes: int, **sizes: int) -> list[Mesh]:
+    config = validate(ParallelConfig, {"processes": processes, **sizes})
+    return [Mesh(config, rank) for rank in range(processes)]
+
+
+def documents(rows: list[MicroBatch]) -> list[bytes]:
+    """The tokens of every document, sorted."""
+    return sorted(row.tokens_T[a:b].tobytes() for row in rows for a, b in zip(row.doc_starts_D, row.doc_starts_D[1:], strict=False))
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4, 7])
+@pytest.mark.parametrize("row_tokens", [25, 64, 4096])
+def test_every_document_is_worked_on_once_and_everybody_runs_equally_many_rows(processes, row_tokens):
+    batch = make_batch(row_tokens=row_tokens)
+    shares = [own_rows(batch.micro_batches, mesh) for mesh in meshes(processes)]
+    assert len({len(share) for share in shares}) == 1
+    assert documents([row for share in shares for row in share]) == documents(list(batch.micro_batches))
+    if processes <= 12:  # there are 12 documents
+        assert all(row.num_tokens for share in shares for row in share[:1])
+
+
+def test_one_row_of_many_documents_is_shared_about_evenly():
+    (row,) = make_batch(row_tokens=4096).micro_batches
+    sizes = [share[0].num_tokens for share in (own_rows([row], mesh) for mesh in meshes(2))]
+    assert sum(sizes) == row.num_tokens and max(sizes) < 0.6 * row.num_tokens
+
+
+def test_one_row_of_one_document_leaves_the_others_with_an_empty_one():
+    row = cut(make_batch().micro_batches[0], 0, 4)
+    assert len(row.doc_starts_D) == 2
+    shares = [own_rows([row], mesh)[0].num_tokens for mesh in meshes(3)]
+    assert shares == [4, 0, 0]
+
+
+def test_processes_that_share_a_row_get_the_same_rows():
+    shares = [own_rows(make_batch().micro_batches, mesh) for mesh in meshes(4, cp=2)]
+    for a, b in ((0, 1), (2, 3)):
+        assert documents(shares[a]) == documents(shares[b])
+    assert documents(shares[0]) != documents(shares[2])
+
+
+@pytest.mark.parametrize(("tokens", "cp"), [(0, 2), (1, 4), (5, 4), (61, 4), (64, 4)])
+def test_the_parts_of_a_row_lie_end_to_end_and_every_label_belongs_to_one(tokens, cp):
+    parts = spans(tokens, cp)
+    assert [p.first for p in parts] == [0, *[p.end for p in parts[:-1]]] and parts[-1].end == tokens
+    at_N = np.arange(1, tokens)
+    owners_PN = np.array([part.own(at_N) for part in parts])
+    assert (owners_PN.sum(0) == 1).all()
+    for part, own_N in zip(parts, owners_PN, strict=True):  # the token before, which predicts it, is there
+        assert all(part.first <= at - 1 < part.end for at in at_N[own_N])
+
+
+def test_a_cut_document_keeps_its_positions_and_counts_as_a_document():
+    row = make_batch().micro_batches[0]
+    first, end = int(row.doc_starts_D[1]) + 2, int(row.doc_starts_D[3])
+    part = cut(row, first, end)
+    assert part.doc_starts_D.tolist() == [0, int(row.doc_starts_D[2]) - first, end - first]
+    assert part.positions_T[0] == 2 and part.positions_T[part.doc_starts_D[1]] == 0
+    assert part.routing_TLK is not None and row.routing_TLK is not None
+    np.testing.assert_array_equal(part.routing_TLK, row.routing_TLK[first:end])
