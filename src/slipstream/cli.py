@@ -147,6 +147,28 @@ def eval(
         raise typer.Exit(1)
 
 
+@command("slipstream doctor configs/quickstart.toml")
+def doctor(
+    files: Files,
+    sets: Sets = [],  # noqa: B006
+    processes: Annotated[int, typer.Option(min=1, help="Most trainer processes to start at a time: 1, 2 or 4")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a check")] = False,
+) -> None:
+    """Check a run file on a two-layer copy of its model: packing, replay, several trainer processes, resume, weight sync, FP8."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from slipstream.doctor.checks import examine, print_rows
+
+    config = load(RunConfig, files, sets)
+    _check_model(config.model.path)
+    rows = examine(config, processes, lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True))
+    print("\n".join(json.dumps(asdict(row)) for row in rows)) if as_json else print_rows(rows, Console())
+    if any(row.broken for row in rows):
+        raise typer.Exit(1)
+
+
 @command("slipstream make-model models/tiny-moe --preset tiny-moe --env calculator", name="make-model")
 def make_model(
     folder: Annotated[Path, typer.Argument(help="Where to write the model (HF format)", show_default=False)],
