@@ -106,6 +106,30 @@ def rl(
     raise typer.Exit(run(config, resume=resume, clean=clean))
 
 
+@command("slipstream explain configs/glm5.toml --verbose")
+def explain(
+    files: Files,
+    sets: Sets = [],  # noqa: B006
+    mean_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Mean tokens of a sample, for batch and communication; model.seq_len when left out")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The formula of every figure, and the ranks of every group")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+) -> None:
+    """Layout, batch, memory and communication of a run, computed from its files. Starts nothing; exits with 2 where the run cannot start."""
+    from slipstream.jobs.explain import print_plan
+    from slipstream.planner.plan import plan
+
+    config = load(RunConfig, files, sets)
+    _check_model(config.model.path)
+    found = plan(config, mean_tokens)
+    print(json.dumps(found.as_dict())) if as_json else print_plan(found, verbose)
+    for problem in found.problems:
+        _complain(problem, code=2)
+    if found.problems:
+        raise typer.Exit(2)
+
+
 @command("slipstream sft configs/quickstart.toml --model models/tiny-moe --out models/warm")
 def sft(
     files: Files,

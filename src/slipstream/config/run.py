@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
+from slipstream.config.cluster import ClusterConfig
 from slipstream.config.envs import EnvConfig, EvalConfig
 from slipstream.config.model import ModelConfig
 from slipstream.config.serve import EngineConfig
@@ -132,6 +133,7 @@ class RunConfig(Section):
     sft: SftConfig | None = None
     """Warm-up on the environments' demonstrations by `slipstream sft`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @property
     def folder(self) -> Path:
@@ -139,6 +141,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self):
+        if unseated := self.cluster.seats(self.trainer.parallel.processes):
+            raise ValueError(unseated)
         if self.trainer.row_tokens < self.model.seq_len:
             raise ValueError(
                 f"trainer.row_tokens = {self.trainer.row_tokens} and model.seq_len = {self.model.seq_len}: "

@@ -11,9 +11,8 @@ from rich.markup import escape
 from slipstream.algorithms.custom import import_function
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
-from slipstream.engine.room import check_room
 from slipstream.envs.base import count_tasks, load_env
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError
 from slipstream.launch import run_folder
 from slipstream.launch.local import RoleDied, Supervisor
 from slipstream.launch.ranks import free_port
@@ -22,7 +21,7 @@ from slipstream.models.spec import ModelSpec
 from slipstream.observe.dashboard import Dashboard
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import print_summary, summarise
-from slipstream.parallel.fit import check_fits
+from slipstream.planner.checks import problems
 
 
 def run(config: RunConfig, resume: bool, clean: bool) -> int:
@@ -70,6 +69,7 @@ def check_inputs(config: RunConfig) -> None:
 
     Raises ModelError, ConfigError, EnvError.
     """
+    check_here(config)
     for env in config.envs:
         loaded = load_env(env, config.seed)
         for split in ("train", "eval"):
@@ -80,13 +80,18 @@ def check_inputs(config: RunConfig) -> None:
         import_function(config.trainer.loss.path, "trainer.loss.path")
     spec = ModelSpec.from_folder(config.model.path)
     ChatTokenizer.load(config.model.path)
-    if spec.max_positions < config.model.seq_len:
-        raise ModelError(
-            f"model.seq_len = {config.model.seq_len} and max_position_embeddings = {spec.max_positions} of {config.model.path}: "
-            "the model was not made for sequences that long; lower model.seq_len"
+    for problem in problems(config, spec):
+        raise problem
+
+
+def check_here(config: RunConfig) -> None:
+    """Refuse a run of several nodes or of GPUs: this launcher starts processes on the CPUs of one machine. Raises ConfigError."""
+    cluster = config.cluster
+    if cluster.nodes > 1 or cluster.gpus_per_node or cluster.engines == "elsewhere":
+        raise ConfigError(
+            f"cluster.nodes = {cluster.nodes}, gpus_per_node = {cluster.gpus_per_node}, engines = {cluster.engines!r}: `slipstream rl` starts "
+            "everything on the CPUs of this machine; `slipstream explain` plans such a run. Leave out [cluster] to run here"
         )
-    check_room(spec, config.engine, config.model.seq_len)
-    check_fits(config.trainer.parallel, spec)
 
 
 def check_ports(config: RunConfig) -> None:

@@ -32,6 +32,7 @@ CHANGEABLE = (
     "stop_at_eval",
     "max_minutes",
     "checkpoint.",
+    "cluster.",
     "eval.interval",
     "engine.host",
     "engine.kv_memory_mib",

@@ -154,15 +154,34 @@ class ModelSpec:
         """Parameters that take part in one token: of the experts only the chosen ones."""
         return self._params(self.top_k)
 
-    def _params(self, experts: int) -> int:
-        dense = 3 * self.hidden * self.intermediate * (self.num_layers - len(self.moe_layers))
-        chosen_and_shared = 3 * self.hidden * (self.expert_intermediate * experts + self.shared_intermediate)
-        biases = (2 * self.expert_intermediate + self.hidden) * experts * (self.clamped is not None)
+    def layer_params(self, layer: int) -> int:
+        """Stored parameters of decoder layer `layer` outside of its routed experts."""
+        indexer = self._indexer_params() if layer in self.index_layers else 0
+        around = self._attention_params() + 2 * self.hidden + indexer
+        if layer not in self.moe_layers:
+            return around + 3 * self.hidden * self.intermediate
         router = (self.hidden + self.router_bias + self.router_logit_bias) * self.num_experts
-        moe = (chosen_and_shared + biases + router) * len(self.moe_layers)
-        ends = self.vocab_size * self.hidden * (1 if self.tie_embeddings else 2) + self.hidden
-        indexers = self._indexer_params() * len(self.index_layers)
-        return (self._attention_params() + 2 * self.hidden) * self.num_layers + indexers + dense + moe + ends
+        return around + router + 3 * self.hidden * self.shared_intermediate
+
+    @property
+    def expert_params(self) -> int:
+        """Stored parameters of one routed expert of one layer."""
+        biases = (2 * self.expert_intermediate + self.hidden) * (self.clamped is not None)
+        return 3 * self.hidden * self.expert_intermediate + biases
+
+    @property
+    def end_params(self) -> int:
+        """Stored parameters outside of the layers: embedding, final norm, head."""
+        return self.vocab_size * self.hidden * (1 if self.tie_embeddings else 2) + self.hidden
+
+    @property
+    def indexer_params(self) -> int:
+        """Stored parameters of all indexers, which are not trained."""
+        return self._indexer_params() * len(self.index_layers)
+
+    def _params(self, experts: int) -> int:
+        layers = sum(self.layer_params(layer) for layer in range(self.num_layers))
+        return layers + self.expert_params * experts * len(self.moe_layers) + self.end_params
 
     def _indexer_params(self) -> int:
         if self.indexer is None or self.latent is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.algorithms.losses import loss_fn
 from slipstream.config.train import OptimConfig, TrainerConfig
-from slipstream.errors import ConfigError, StateError
+from slipstream.errors import StateError
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf import hf_views, load_hf_tensors
 from slipstream.models.load import build_model
@@ -29,6 +29,7 @@ from slipstream.parallel.context import across, gather_tokens
 from slipstream.parallel.fsdp import clip_gradients, gather, part
 from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.parallel.rows import cut, own_rows, spans
+from slipstream.trainer.fit import check_trains
 from slipstream.trainer.memory import Trimmer
 from slipstream.trainer.optim import learning_rate, load_optimizer_tensors, make_optimizer, optimizer_tensors, set_learning_rate
 from slipstream.trainer.precision import Weights
@@ -57,7 +58,7 @@ class Learner:
 
     def __init__(self, model: Decoder, config: TrainerConfig, optim: OptimConfig, max_steps: int, mesh: Mesh = ALONE) -> None:
         """`model` holds float32 weights, all of them. Raises ConfigError: the model cannot do what `config` asks for."""
-        _prepare(model, config, optim, mesh)
+        _prepare(model, config, optim)
         self.config, self.optim, self.max_steps, self.mesh = config, optim, max_steps, mesh
         self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         self.weights = Weights(model, config, mesh)
@@ -190,22 +191,8 @@ def _check(batch: Batch) -> None:
         raise StateError(f"batch of step {batch.step}: a document's first token carries loss, but nothing before it predicts it")
 
 
-def _prepare(model: Decoder, config: TrainerConfig, optim: OptimConfig, mesh: Mesh) -> None:
-    if not mesh.alone and (config.dtype == "float8" or optim.type == "muon"):
-        what = 'trainer.dtype = "float8"' if config.dtype == "float8" else 'optim.type = "muon"'
-        raise ConfigError(
-            f"{what} needs whole matrices, and trainer.parallel.processes = {mesh.config.processes} shards them: set one process"
-        )
-    if config.balance_rate and config.freeze_router:
-        raise ConfigError(
-            f"trainer.balance_rate = {config.balance_rate} moves the routing bias, and trainer.freeze_router = true holds the router: "
-            "choose one of them"
-        )
-    if config.balance_rate and not model.spec.router_bias:
-        raise ConfigError(
-            f"trainer.balance_rate = {config.balance_rate}: loss-free balancing moves a routing bias, and models of the family "
-            f"{model.spec.family!r} have none; set trainer.balance_rate = 0 (or trainer.freeze_router = true against drift)"
-        )
+def _prepare(model: Decoder, config: TrainerConfig, optim: OptimConfig) -> None:
+    check_trains(config, optim, model.spec)
     if config.freeze_router:
         for name, parameter in model.named_parameters():
             if name.endswith((".router", ".router_logit_bias")):

@@ -1,0 +1,110 @@
+"""Everything about a run that can be refused before it starts, from its run file and config.json alone.
+
+A check raises; each error names the keys, their values, the reason and what would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from slipstream.config.run import RunConfig
+from slipstream.engine.room import check_room
+from slipstream.errors import ConfigError, ModelError, SlipstreamError
+from slipstream.models.spec import ModelSpec
+from slipstream.parallel.fit import check_fits
+from slipstream.planner.batch import Arithmetic
+from slipstream.planner.figures import in_bytes, total
+from slipstream.planner.layout import Layout
+from slipstream.planner.levers import levers
+from slipstream.planner.memory import Memory, memory
+from slipstream.planner.offload import Offload
+from slipstream.trainer.fit import check_trains
+
+
+def problems(config: RunConfig, spec: ModelSpec, offload: Offload | None = None) -> list[SlipstreamError]:
+    """All that speaks against the run; [] when nothing does. `offload`: instead of what the run file says."""
+    found = []
+    for check in _checks(config, spec, Offload.of(config.trainer) if offload is None else offload):
+        try:
+            check()
+        except SlipstreamError as error:
+            found.append(error)
+    return found
+
+
+def _checks(config: RunConfig, spec: ModelSpec, offload: Offload) -> Iterator[Callable[[], None]]:
+    yield lambda: check_positions(config, spec)
+    yield lambda: check_fits(config.trainer.parallel, spec)
+    yield lambda: check_trains(config.trainer, config.trainer.optim, spec)
+    yield lambda: check_share(config)
+    if config.cluster.engines == "beside":
+        yield lambda: check_room(spec, config.engine, config.model.seq_len)
+    yield lambda: check_memory(config, spec, offload)
+
+
+def check_positions(config: RunConfig, spec: ModelSpec) -> None:
+    """Raises ModelError: sequences longer than the model was made for."""
+    if spec.max_positions < config.model.seq_len:
+        raise ModelError(
+            f"model.seq_len = {config.model.seq_len} and max_position_embeddings = {spec.max_positions} of {config.model.path}: "
+            "the model was not made for sequences that long; lower model.seq_len"
+        )
+
+
+def check_share(config: RunConfig) -> None:
+    """Raises ConfigError: processes that could never get a row, or a token of one. A row is cut between samples only."""
+    parallel, batch = config.trainer.parallel, config.orchestrator.batch
+    if batch.type == "samples" and batch.samples < parallel.data:
+        raise ConfigError(
+            f"orchestrator.batch.samples = {batch.samples} and dp_replicate x dp_shard = {parallel.dp_replicate} x {parallel.dp_shard} = "
+            f"{parallel.data}: a batch has fewer samples than there are data ranks, and some of them would never train. The nearest "
+            f"that fits: samples = {parallel.data}, or {parallel.nearest(lambda cp, ep: parallel.processes // cp <= batch.samples)}"
+        )
+    if parallel.cp > config.trainer.row_tokens:
+        raise ConfigError(
+            f"trainer.parallel.cp = {parallel.cp} and trainer.row_tokens = {config.trainer.row_tokens}: there are fewer tokens than processes "
+            f"that share them. The nearest that fits: cp = {config.trainer.row_tokens}"
+        )
+
+
+def check_memory(config: RunConfig, spec: ModelSpec, offload: Offload | None = None) -> None:
+    """Raises ConfigError: the plan does not fit into the memory of the machines; says what would make it."""
+    offload = Offload.of(config.trainer) if offload is None else offload
+    plan = planned(config, spec, offload)
+    if plan.excess <= 0:
+        return
+    fixes = [text for text, changed, moved in levers(config, spec, offload) if planned(changed, spec, moved).excess <= 0]
+    advice = f"What would fit: {'; or '.join(fixes)}" if fixes else f"No single change fits; {_most(config, spec, offload)}"
+    raise ConfigError(f"{_shortage(config, plan)}. {advice}")
+
+
+def planned(config: RunConfig, spec: ModelSpec, offload: Offload) -> Memory:
+    layout = Layout.of(config, spec)
+    return memory(config, spec, layout, Arithmetic.of(config, layout), offload)
+
+
+def _shortage(config: RunConfig, plan: Memory) -> str:
+    cluster = config.cluster
+    on_gpu = plan.process_limit is not None and total(plan.process) > plan.process_limit
+    figures, limit = (plan.process, plan.process_limit or 0.0) if on_gpu else (plan.node, plan.node_limit)
+    place = f"GPU (cluster.gpu_memory_gb = {cluster.gpu_memory_gb:g})" if on_gpu else "node"
+    largest = ", ".join(f"{figure.name} {figure.text}" for figure in sorted(figures, key=lambda f: -f.value)[:4])
+    return (
+        f"memory: {in_bytes(total(figures))} are needed on each {place}, and {in_bytes(limit)} may be filled "
+        f"(cluster.usable_frac = {cluster.usable_frac:g}); the largest parts: {largest}"
+    )
+
+
+def _most(config: RunConfig, spec: ModelSpec, offload: Offload) -> str:
+    """Of changes one after the other, each time the one that saves most: what is missing after at most three of them."""
+    done: list[str] = []
+    excess = planned(config, spec, offload).excess
+    while excess > 0 and len(done) < 3:
+        tried = [(planned(changed, spec, moved).excess, text, changed, moved) for text, changed, moved in levers(config, spec, offload)]
+        best = min(tried, key=lambda entry: entry[0], default=None)
+        if best is None or best[0] >= excess:
+            break
+        excess, text, config, offload = best
+        done.append(text)
+    together = ", then ".join(done) or "nothing here helps"
+    return f"{together}: fits" if excess <= 0 else f"after {together}, {in_bytes(excess)} are still missing: more processes or a smaller model"
