@@ -40,6 +40,7 @@ lint: $(VENV)/.installed
 docs: $(VENV)/.installed  ## Regenerate the pages that come from the code
 	$(BIN)/python -m slipstream.observe.registry > docs/metrics.md
 	$(BIN)/python -m slipstream.config.reference > docs/configuration.md
+	$(BIN)/python -m slipstream.planner.support > docs/support.md
 
 bench: $(VENV)/.installed  ## Every benchmark; JSON into benchmarks/results/
 	@for name in limits engine replay_kl fp8_training stragglers async_vs_sync rl_vs_trl; do $(BIN)/python -m benchmarks.$$name || exit 1; done

@@ -116,7 +116,7 @@ def explain(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The formula of every figure, and the ranks of every group")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
-    """Layout, batch, memory and communication of a run, computed from its files. Starts nothing; exits with 2 where the run cannot start."""
+    """Layout, batch, memory and communication of a run, from its files. Starts nothing; exits with 2 where the run cannot start."""
     from slipstream.jobs.explain import print_plan
     from slipstream.planner.plan import plan
 

@@ -21,7 +21,7 @@ class ClusterConfig(Section):
     host_memory_gb: float | None = Field(default=None, gt=0)
     """Of one node. None: that of this machine."""
     usable_frac: float = Field(default=0.9, gt=0, le=1)
-    """Share of the memory that a plan may fill. What is left is for what it does not count: the runtime, buffers of the network, fragments."""
+    """Share of the memory that a plan may fill. The rest is for what it does not count: the runtime, buffers of the network, fragments."""
     engines: Literal["beside", "elsewhere"] = "beside"
     """beside: the engines of [engine] run on the trainer's node. elsewhere: on nodes of their own, which are not planned."""
 

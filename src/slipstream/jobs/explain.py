@@ -24,7 +24,7 @@ def print_plan(plan: Plan, verbose: bool, console: Console | None = None) -> Non
     console.print(_sum(f"memory of {place}", need.process, need.process_limit, verbose))
     console.print(_sum("memory of each node", need.node, need.node_limit, verbose))
     if plan.communication:
-        console.print(_figures("bytes that a process receives in a step", plan.communication, verbose))
+        console.print(_figures("communication of a step: received by a process, or published", plan.communication, verbose))
 
 
 def _figures(title: str, figures: Iterable[Figure], verbose: bool) -> Table:

@@ -89,8 +89,8 @@ def check_here(config: RunConfig) -> None:
     cluster = config.cluster
     if cluster.nodes > 1 or cluster.gpus_per_node or cluster.engines == "elsewhere":
         raise ConfigError(
-            f"cluster.nodes = {cluster.nodes}, gpus_per_node = {cluster.gpus_per_node}, engines = {cluster.engines!r}: `slipstream rl` starts "
-            "everything on the CPUs of this machine; `slipstream explain` plans such a run. Leave out [cluster] to run here"
+            f"cluster.nodes = {cluster.nodes}, gpus_per_node = {cluster.gpus_per_node}, engines = {cluster.engines!r}: `slipstream "
+            "rl` starts everything on the CPUs of this machine; `slipstream explain` plans such a run. Leave out [cluster] to run here"
         )
 
 

@@ -16,7 +16,7 @@ from slipstream.planner.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The sizes of one step. `sample_tokens` is an assumption: model.seq_len, the most that there can be, or a mean that the caller knows."""
+    """The sizes of one step. `sample_tokens` is an assumption: model.seq_len, the most that there can be, or a given mean."""
 
     sample_tokens: int
     samples: int
@@ -50,7 +50,10 @@ def batch_figures(config: RunConfig, spec: ModelSpec, layout: Layout, step: Arit
     by = f"orchestrator.batch: {orchestrator.batch.type}"
     figures = [
         Figure("samples a step", step.samples, "samples", by),
-        *(Figure(f"samples a group, {env.label}", env.group_size, "samples", "envs.group_size: rollouts of one task") for env in config.envs),
+        *(
+            Figure(f"samples a group, {env.label}", env.group_size, "samples", "envs.group_size: rollouts of one task")
+            for env in config.envs
+        ),
         Figure("tokens a sample", n, "tokens", f"assumed; at most model.seq_len = {config.model.seq_len:,}"),
         Figure("tokens a step", step.tokens, "tokens", f"{step.samples:,} samples x {n:,}"),
         Figure("row", step.row_tokens, "tokens", f"whole samples within trainer.row_tokens = {config.trainer.row_tokens:,}"),
@@ -58,7 +61,12 @@ def batch_figures(config: RunConfig, spec: ModelSpec, layout: Layout, step: Arit
         Figure("rows a step", step.rows, "rows", f"{step.samples:,} samples / {max(1, config.trainer.row_tokens // n)} a row"),
         Figure("data ranks", data, "ranks", f"dp_replicate x dp_shard = {layout.dp_replicate} x {layout.dp_shard}"),
         Figure("micro-batches a step", step.passes, "passes of one row", f"rows / data ranks = {step.rows} / {data}, rounded up"),
-        Figure("places without a row", step.passes * data - step.rows, "rows", "passes x data ranks - rows: rows are split to fill them, or empty"),
+        Figure(
+            "places without a row",
+            step.passes * data - step.rows,
+            "rows",
+            "passes x data ranks - rows: rows are split to fill them, or empty",
+        ),
     ]
     if spec.moe_layers:
         formula = f"t x ep x K / E = {step.own_tokens:,} x {layout.ep} x {spec.top_k} / {spec.num_experts}, if all are chosen equally often"

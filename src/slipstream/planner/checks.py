@@ -62,7 +62,7 @@ def check_share(config: RunConfig) -> None:
         )
     if parallel.cp > config.trainer.row_tokens:
         raise ConfigError(
-            f"trainer.parallel.cp = {parallel.cp} and trainer.row_tokens = {config.trainer.row_tokens}: there are fewer tokens than processes "
+            f"trainer.parallel.cp = {parallel.cp} and trainer.row_tokens = {config.trainer.row_tokens}: fewer tokens than processes "
             f"that share them. The nearest that fits: cp = {config.trainer.row_tokens}"
         )
 
@@ -107,4 +107,6 @@ def _most(config: RunConfig, spec: ModelSpec, offload: Offload) -> str:
         excess, text, config, offload = best
         done.append(text)
     together = ", then ".join(done) or "nothing here helps"
-    return f"{together}: fits" if excess <= 0 else f"after {together}, {in_bytes(excess)} are still missing: more processes or a smaller model"
+    return (
+        f"{together}: fits" if excess <= 0 else f"after {together}, {in_bytes(excess)} are still missing: more processes or a smaller model"
+    )

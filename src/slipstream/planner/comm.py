@@ -1,7 +1,7 @@
 """What travels in one optimizer step: bytes that one process receives (and as many that it sends), and what goes to the engines.
 
-Symbols as in `memory`; m = expert_fsdp processes that share the weights of the same experts, E/ep experts of a layer in one process. A pass is
-one row, forward and backward. Collectives are counted as rings: of x bytes that n processes end up with, (n - 1) / n come from others.
+Symbols as in `memory`; m = expert_fsdp processes that share the weights of the same experts, E/ep experts of a layer in one process. A
+pass is one row, forward and backward. Of x bytes that n processes end up with, (n - 1) / n come from others.
 
 Sources: EP all-to-all, K hidden states of a token each way: Lepikhin et al., "GShard", 2020, section 3.2; FSDP: "ZeRO", 2020, section 7;
 Ulysses: Jacobs et al., 2023, section 3.2. The gathered short vectors of sparse attention: DeepSeek-AI, "DeepSeek-V3.2", 2025, section 2.1.
@@ -31,8 +31,8 @@ def _experts(s: Sizes) -> list[Figure]:
         return []
     value = s.step.passes * len(s.spec.moe_layers) * times * 2 * token * s.step.own_tokens * (ep - 1) / ep
     formula = (
-        f"passes x MoE layers x {times} x 2 K h b x t x (ep - 1) / ep = {s.step.passes} x {len(s.spec.moe_layers)} x {times} x 2 x {token:,} x "
-        f"{s.step.own_tokens:,} x {ep - 1}/{ep}"
+        f"passes x MoE layers x {times} x 2 K h b x t x (ep - 1) / ep = "
+        f"{s.step.passes} x {len(s.spec.moe_layers)} x {times} x 2 x {token:,} x {s.step.own_tokens:,} x {ep - 1}/{ep}"
     )
     return [
         Figure("ep: dispatch, or combine, of a token in a layer", token, "bytes", f"K h b = {s.spec.top_k} x {s.spec.hidden} x {s.b}"),
@@ -78,7 +78,7 @@ def _context(s: Sizes) -> list[Figure]:
         return [Figure("cp: tokens for heads", value, "bytes", formula)]
     features = crossing_features(s.spec)
     value = s.step.passes * layers * times * s.b * features * s.step.row_tokens * (cp - 1) / cp
-    formula = f"passes x layers x {times} x b x {features:,} features x R x (cp - 1) / cp, R = {s.step.row_tokens:,}; less where no document is cut"
+    formula = f"passes x layers x {times} x b x {features:,} features x R x (cp - 1) / cp, R = {s.step.row_tokens:,}; at most"
     return [Figure("cp: keys and values", value, "bytes", formula)]
 
 
@@ -87,5 +87,10 @@ def _outside(s: Sizes) -> list[Figure]:
     replicas = s.config.engine.replicas if s.config.cluster.engines == "beside" else 1
     return [
         Figure("published weights", replicas * s.b * p, "bytes", f"replicas x b x P = {replicas} x {s.b} x {p:,}, from the first process"),
-        Figure("expert ids of the batch (replay)", replay * tokens, "bytes", f"MoE layers x K x id = {replay} bytes x {tokens:,} tokens, to the trainer"),
+        Figure(
+            "expert ids of the batch (replay)",
+            replay * tokens,
+            "bytes",
+            f"MoE layers x K x id = {replay} bytes x {tokens:,} tokens, to the trainer",
+        ),
     ]

@@ -55,7 +55,9 @@ class Layout:
             "fsdp (weights outside the experts)": self._blocks(self.fsdp),
             "ep (experts of a layer)": self._blocks(self.ep),
             "expert_fsdp (weights of the same experts)": tuple(
-                tuple(range(copy + first, copy + self.fsdp, self.ep)) for copy in range(0, self.processes, self.fsdp) for first in range(self.ep)
+                tuple(range(copy + first, copy + self.fsdp, self.ep))
+                for copy in range(0, self.processes, self.fsdp)
+                for first in range(self.ep)
             ),
             "dp_replicate (copies of the weights)": tuple(tuple(range(first, self.processes, self.fsdp)) for first in range(self.fsdp)),
         }

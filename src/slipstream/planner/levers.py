@@ -20,7 +20,9 @@ def levers(config: RunConfig, spec: ModelSpec, offload: Offload) -> Iterator[Lev
     """Only changes that the run file and the model allow. Cheapest first: those that cost no time before those that do."""
     trainer, parallel = config.trainer, config.trainer.parallel
     if trainer.optim.moments == "float32":
-        yield from _changed(config, spec, offload, "trainer.optim.moments = 'bfloat16'", optim={**trainer.optim.model_dump(), "moments": "bfloat16"})
+        yield from _changed(
+            config, spec, offload, "trainer.optim.moments = 'bfloat16'", optim={**trainer.optim.model_dump(), "moments": "bfloat16"}
+        )
     if not trainer.recompute:
         yield from _changed(config, spec, offload, "trainer.recompute = true", recompute=True)
     if trainer.row_tokens > config.model.seq_len:

@@ -3,8 +3,8 @@
 Symbols: P stored parameters, n processes that share a copy of the weights (fsdp = dp_shard x cp), R tokens of the longest row, t of them in
 one process (R / cp), L layers, h hidden features, V vocabulary, K experts per token, b bytes of the compute dtype (4 or 2).
 
-Sources: 16 bytes a parameter for masters, gradients and AdamW's moments: Rajbhandari et al., "ZeRO", 2020, section 3.1. Two layers gathered at
-a time, one of them ahead: torch's FSDP2. The rest follows the code that is named in the formulas.
+Sources: masters, gradients and AdamW's moments in float32, 16 bytes a parameter: Rajbhandari et al., "ZeRO", 2020, section 3.1. Two layers
+gathered at a time, one of them ahead: torch's FSDP2. The rest follows the code that is named in the formulas.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _crossing_formula(s: Sizes) -> str:
 
 
 def crossing_features(spec: ModelSpec) -> int:
-    """Features a token that a layer gathers with cp_method = all_gather. Sparse attention: the short vectors of keys and values, and index keys."""
+    """Features a token that a layer gathers with cp_method = all_gather. Sparse attention: latent and index keys."""
     if spec.indexer is not None:
         return spec.kv_down_rows + spec.indexer.head_dim
     return 2 * spec.num_kv_heads * spec.head_dim
@@ -168,7 +168,12 @@ def crossing_features(spec: ModelSpec) -> int:
 def _logits(s: Sizes) -> Figure:
     chunk = min(s.trainer.logprob_chunk_tokens, s.t)
     whole = s.t * s.spec.vocab_size * 4 / GB
-    return Figure("logits", chunk * s.spec.vocab_size * 4, "bytes", f"4 V x logprob_chunk_tokens = 4 x {s.spec.vocab_size:,} x {chunk:,}; {whole:,.3g} GB at once")
+    return Figure(
+        "logits",
+        chunk * s.spec.vocab_size * 4,
+        "bytes",
+        f"4 V x logprob_chunk_tokens = 4 x {s.spec.vocab_size:,} x {chunk:,}; {whole:,.3g} GB at once",
+    )
 
 
 def _node(s: Sizes, process: tuple[Figure, ...], offload: Offload) -> tuple[Figure, ...]:
@@ -180,7 +185,11 @@ def _node(s: Sizes, process: tuple[Figure, ...], offload: Offload) -> tuple[Figu
         moments = moment_bytes(s.trainer.optim, s) / s.layout.fsdp
         figures.append(Figure("moments, off the GPU", here * moments, "bytes", f"{here} processes x moments / n"))
     if offload.activations:
-        inputs = s.b * spec.hidden * s.t * spec.num_layers if s.trainer.recompute else sum(kept_bytes(spec, i, s.b, s.lean) * s.t for i in range(spec.num_layers))
+        inputs = (
+            s.b * spec.hidden * s.t * spec.num_layers
+            if s.trainer.recompute
+            else sum(kept_bytes(spec, i, s.b, s.lean) * s.t for i in range(spec.num_layers))
+        )
         figures.append(Figure("activations, off the GPU", here * inputs, "bytes", f"{here} processes x what layers keep"))
     each = ROW_BYTES + replay_bytes(s.config, spec)
     formula = f"{here} processes x {s.step.tokens:,} tokens x {each} bytes: each has the batch"
@@ -188,8 +197,19 @@ def _node(s: Sizes, process: tuple[Figure, ...], offload: Offload) -> tuple[Figu
     if s.config.cluster.engines == "beside":
         item = 4 if engine.dtype == "float32" else 2
         weights = f"{engine.replicas} replicas x 2 versions x {item} P"
-        figures.append(Figure("engine weights", engine.replicas * 2 * item * spec.num_params, "bytes", f"{weights}: live, and the next (engine.weights)"))
-        figures.append(Figure("engine KV cache", engine.replicas * engine.kv_memory_mib * MIB, "bytes", f"{engine.replicas} replicas x engine.kv_memory_mib"))
+        figures.append(
+            Figure(
+                "engine weights", engine.replicas * 2 * item * spec.num_params, "bytes", f"{weights}: live, and the next (engine.weights)"
+            )
+        )
+        figures.append(
+            Figure(
+                "engine KV cache",
+                engine.replicas * engine.kv_memory_mib * MIB,
+                "bytes",
+                f"{engine.replicas} replicas x engine.kv_memory_mib",
+            )
+        )
     return tuple(figures)
 
 

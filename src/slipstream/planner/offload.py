@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from slipstream.config.train import TrainerConfig
 
-
-OPTIMIZER = "optimizer offload: moments in the memory of the node (no key of this build does it)"
-ACTIVATIONS = "activation offload: what layers keep in the memory of the node (no key of this build does it)"
+OPTIMIZER = "optimizer offload (no key of this build does it yet)"
+ACTIVATIONS = "activation offload (no key of this build does it yet)"
 """What to write in the run file, as a refusal advises it."""
 
 

@@ -51,7 +51,7 @@ class Plan:
 
 
 def plan(config: RunConfig, mean_tokens: int | None = None, offload: Offload | None = None) -> Plan:
-    """Reads config.json and nothing else. `offload`: instead of what the run file says. Raises ModelError: the folder is no model that we know."""
+    """Reads config.json and nothing else. `offload`: instead of what the run file says. Raises ModelError: an unknown model."""
     spec = ModelSpec.from_folder(config.model.path)
     offload = Offload.of(config.trainer) if offload is None else offload
     layout = Layout.of(config, spec)
@@ -73,12 +73,19 @@ def model_figures(spec: ModelSpec) -> tuple[Figure, ...]:
     routed = spec.expert_params * spec.num_experts * len(spec.moe_layers)
     figures = [
         Figure("parameters", spec.num_params, "", "stored, without prediction layers"),
-        Figure("active parameters", spec.num_active_params - looked_up, "", "multiplied for a token: chosen experts, without the embedding"),
+        Figure(
+            "active parameters", spec.num_active_params - looked_up, "", "multiplied for a token: chosen experts, without the embedding"
+        ),
         Figure("layers", spec.num_layers, "", f"{len(spec.moe_layers)} with experts"),
     ]
     if spec.moe_layers:
         figures += [
-            Figure("of that, routed experts", routed, "", f"{spec.num_experts} experts x {spec.expert_params:,} x {len(spec.moe_layers)} layers"),
+            Figure(
+                "of that, routed experts",
+                routed,
+                "",
+                f"{spec.num_experts} experts x {spec.expert_params:,} x {len(spec.moe_layers)} layers",
+            ),
             Figure("experts a layer", spec.num_experts, "", f"{spec.top_k} of them chosen by a token"),
         ]
     return tuple(figures)

@@ -1,0 +1,150 @@
+"""What cannot run is refused before it starts, with the reason and the nearest that fits."""
+
+import json
+
+import pytest
+
+from slipstream import cli
+from slipstream.config import RunConfig, load, validate
+from slipstream.errors import ConfigError
+from slipstream.launch import rl
+from slipstream.models.maker import PRESETS
+from slipstream.models.spec import ModelSpec
+from slipstream.planner.checks import problems
+from slipstream.planner.support import FEATURES, obstacle, page
+from tests.unit.planner.published import GLM5
+from tests.unit.planner.test_plan import ROOT
+
+GPUS = {"nodes": 12, "gpus_per_node": 8, "gpu_memory_gb": 141, "engines": "elsewhere"}
+TINY_MOE = ModelSpec.from_config(PRESETS["tiny-moe"])
+
+
+def config(**sections) -> RunConfig:
+    return validate(RunConfig, {"model": {"path": "m"}, "envs": [{"id": "any"}], **sections})
+
+
+def refused(spec: ModelSpec = TINY_MOE, **sections) -> str:
+    return "\n".join(map(str, problems(config(**sections), spec)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason", "nearest"),
+    [
+        ({"trainer": {"parallel": {"processes": 6, "cp": 4}}}, "no multiple of dp_replicate x cp = 1 x 4", "cp = 3"),
+        ({"trainer": {"parallel": {"processes": 8, "ep": 3}}}, "ep = 3 does not divide dp_shard x cp", "ep = 4"),
+        (
+            {"trainer": {"parallel": {"processes": 100}}, "cluster": GPUS},
+            "cannot be spread evenly over cluster.nodes = 12",
+            "processes = 96",
+        ),
+        ({"trainer": {"parallel": {"processes": 108}}, "cluster": GPUS}, "12 x 8 = 96 GPUs", "processes = 96, or nodes = 14"),
+        ({"cluster": {"gpus_per_node": 8}}, "gpus_per_node = 8 and cluster.gpu_memory_gb = None", "set both, or neither"),
+        ({"cluster": {"gpu_memory_gb": 80}}, "gpus_per_node = 0 and cluster.gpu_memory_gb = 80", "set both, or neither"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_no_configuration(sections, reason, nearest):
+    with pytest.raises(ConfigError) as error:
+        config(**sections)
+    assert reason in str(error.value) and nearest in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("preset", "sections", "reason", "nearest"),
+    [
+        ("tiny-moe", {"trainer": {"parallel": {"processes": 6, "ep": 3}}}, "ep = 3 does not divide the 16 experts", "ep = 2"),
+        ("tiny-dense", {"trainer": {"parallel": {"processes": 2, "ep": 2}}}, "has none", "ep = 1"),
+        ("tiny-gpt-oss", {"trainer": {"parallel": {"processes": 2, "cp": 2}}}, "sparse attention, windows or sinks", "cp = 1"),
+        ("tiny-moe", {"trainer": {"parallel": {"processes": 4, "cp": 4, "cp_method": "ulysses"}}}, "does not divide the 4 query", "cp = 2"),
+        ("tiny-moe", {"trainer": {"balance_rate": 0.1}}, "moves a routing bias", "set trainer.balance_rate = 0"),
+        ("tiny-moe", {"model": {"path": "m", "seq_len": 8192}, "trainer": {"row_tokens": 8192}}, "max_position_embeddings = 4096", "lower"),
+        ("tiny-moe", {"engine": {"kv_memory_mib": 1}}, "engine.kv_memory_mib = 1 and model.seq_len = 1024", "or more"),
+        (
+            "tiny-moe",
+            {"trainer": {"parallel": {"processes": 8, "cp": 2}}, "orchestrator": {"batch": {"type": "samples", "samples": 3}}},
+            "fewer samples than there are data ranks",
+            "samples = 4, or processes = 8, dp_replicate = 1, cp = 4, ep = 1",
+        ),
+    ],
+)
+def test_what_the_model_or_the_batch_cannot_do_is_refused(preset, sections, reason, nearest):
+    said = refused(ModelSpec.from_config(PRESETS[preset]), **sections)
+    assert reason in said and nearest in said and said.count("\n") == 0
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    said = refused(trainer={"balance_rate": 0.1, "parallel": {"processes": 6, "ep": 3}}, engine={"kv_memory_mib": 1})
+    assert [part in said for part in ("16 experts", "routing bias", "kv_memory_mib")] == [True] * 3
+
+
+def test_memory_that_does_not_fit_names_each_lever_that_would_make_it():
+    spec = ModelSpec.from_config(PRESETS["tiny-moe"])
+    run = {"trainer": {"row_tokens": 4096}, "engine": {"kv_memory_mib": 8}}
+    assert refused(spec, **run, cluster={"host_memory_gb": 0.2}) == ""
+    said = refused(spec, **run, cluster={"host_memory_gb": 0.06})
+    assert "memory: " in said and "54.0 MB may be filled" in said and "largest parts: trainer processes" in said
+    assert "What would fit: " in said and "trainer.recompute = true" in said and "trainer.optim.moments" not in said
+    for text in said.split("What would fit: ")[1].split("; or "):  # each of them does
+        key, _, value = text.partition(" = ")
+        changed = load(
+            RunConfig,
+            (),
+            ["model.path=m", 'envs=[{"id": "any"}]', "engine.kv_memory_mib=8", "cluster.host_memory_gb=0.06", f"{key}={value}"],
+        )
+        assert problems(changed, spec) == []
+
+
+def test_a_model_far_too_large_is_refused_with_what_is_still_missing():
+    cluster = {**GPUS, "nodes": 1}
+    said = refused(ModelSpec.from_config(GLM5), trainer={"dtype": "bfloat16", "parallel": {"processes": 8, "ep": 8}}, cluster=cluster)
+    assert "No single change fits; after " in said and "are still missing: more processes or a smaller model" in said
+
+
+def test_memory_of_the_node_counts_when_it_is_what_is_short():
+    """Batches of all processes of a node: 8 x 33.5M tokens x 630 bytes."""
+    glm5 = load(RunConfig, [ROOT / "configs/glm5.toml"], ["cluster.host_memory_gb=100", "cluster.gpu_memory_gb=1000"])
+    said = "\n".join(map(str, problems(glm5, ModelSpec.from_config(GLM5))))
+    assert "169 GB are needed on each node, and 90.0 GB may be filled" in said and "batch 169 GB" in said
+
+
+def test_the_main_job_refuses_what_explain_refuses(tmp_path):
+    """And a run of several nodes, which it cannot start."""
+    run = config(trainer={"parallel": {"processes": 6, "ep": 3}})
+    assert "16 experts" in str(problems(run, TINY_MOE)[0])
+    with pytest.raises(ConfigError, match=r"cluster\.nodes = 12, gpus_per_node = 8.*slipstream explain"):
+        rl.check_inputs(config(trainer={"parallel": {"processes": 96}}, cluster=GPUS))
+
+
+def test_the_support_matrix_is_current():
+    """docs/support.md is made by `make docs`. A pair of features is asked of the same checks as a run."""
+    made = page()
+    assert (ROOT / "docs/support.md").read_text() == made + "\n"
+    assert obstacle(["balance_rate", "freeze_router"], TINY_MOE) and obstacle(["recompute", "processes"], TINY_MOE) == ""
+    assert "The nearest that fits: processes = 8" in made and all(f"| {feature} |" in made for feature in FEATURES)
+
+
+def explained(monkeypatch, capsys, *args) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["slipstream", "explain", *args])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = capsys.readouterr()
+    return ended.value.code or 0, shown.out, shown.err
+
+
+def test_explain_prints_tables_or_json_and_exits_by_whether_the_run_can_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["tiny-moe"]))
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "{tmp_path}"\n[[envs]]\nid = "calculator"\n')
+    run = str(tmp_path / "run.toml")
+    code, shown, said = explained(monkeypatch, capsys, run)
+    assert code == 0 and said == "" and "memory of each trainer process" in shown and "4 P / n" not in shown
+    code, shown, said = explained(monkeypatch, capsys, run, "--verbose", "--set", "trainer.parallel.processes=2")
+    assert code == 0 and "4 P / n" in shown and "fsdp" in shown
+    code, shown, said = explained(monkeypatch, capsys, run, "--json", "--mean-tokens", "100")
+    assert code == 0 and json.loads(shown)["problems"] == [] and json.loads(shown)["batch"][2]["value"] == 100
+    code, shown, said = explained(monkeypatch, capsys, run, "--json", "--set", "trainer.balance_rate=0.1")
+    assert (
+        code == 2
+        and said.startswith("error: trainer.balance_rate")
+        and json.loads(shown)["problems"] == [said.removeprefix("error: ").strip()]
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "run.toml"]
