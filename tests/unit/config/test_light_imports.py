@@ -36,7 +36,9 @@ def test_light_modules_import_with_torch_blocked():
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-@pytest.mark.parametrize("command", ["rl", "explain", "sft", "eval", "engine", "trainer", "generate", "report", "summary", "rollouts", "make-model"])
+@pytest.mark.parametrize(
+    "command", ["rl", "explain", "sft", "eval", "engine", "trainer", "generate", "report", "summary", "rollouts", "make-model"]
+)
 def test_every_command_has_help_with_an_example(command):
     from typer.testing import CliRunner
 
