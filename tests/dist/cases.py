@@ -47,8 +47,8 @@ MODELS = {
         "model_type": "glm_moe_dsa",
         "n_group": 1,
         "index_n_heads": 4,
-        "index_head_dim": 8,
-        "index_topk": 5,
+        "index_head_dim": 16,
+        "index_topk": 8,
         "indexer_types": ["full", "shared"],
     },
     "gpt_oss": {  # the window of the first layer is shorter than a chunk of most rows, and longer than one of the shortest

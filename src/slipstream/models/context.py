@@ -33,9 +33,7 @@ class Context(Protocol):
         """
         ...
 
-    def attend_latent(
-        self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None
-    ) -> Tensor:
+    def attend_latent(self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None) -> Tensor:
         """`attend` with the keys and values `expand(latent, up)`, for a context that would rather move or keep the short vectors."""
         ...
 
@@ -92,9 +90,7 @@ class FullContext:
     def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
         return doc_attention(q_THd, k_TGd, v_TGd, self._layout, q_THd.shape[-1] ** -0.5, sight)
 
-    def attend_latent(
-        self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None
-    ) -> Tensor:
+    def attend_latent(self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None) -> Tensor:
         return self.attend(layer, q_THd, *expand(latent_TC, up), sight)
 
     def select(self, layer: int, q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, top_k: int) -> Tensor | None:

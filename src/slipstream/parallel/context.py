@@ -87,9 +87,7 @@ class _Crossed(_Across):
     def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
         return self._attend(q_THd, torch.cat((k_TGd, v_TGd), 1), Opened(_halves), sight)
 
-    def attend_latent(
-        self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None
-    ) -> Tensor:
+    def attend_latent(self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None) -> Tensor:
         return self._attend(q_THd, latent_TC, Opened(expand, (up,)), sight)
 
     def _attend(self, q_tHd: Tensor, x: Tensor, opened: Opened, sight: Sight | None) -> Tensor:
@@ -154,9 +152,7 @@ class _Ulysses(_Across):
         back = self._swap(_filled(out_Thd, self._part * size))
         return back.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)[:own]
 
-    def attend_latent(
-        self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None
-    ) -> Tensor:
+    def attend_latent(self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None) -> Tensor:
         return self.attend(layer, q_THd, *expand(latent_TC, up), sight)
 
     def select(self, layer: int, q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, top_k: int) -> Tensor | None:

@@ -134,7 +134,9 @@ def crossing_attention(q_QHd: Tensor, x: Tensor, opened: Opened, transport: Tran
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: Any, q_QHd: Tensor, x: Tensor, sinks_H: Tensor | None, selected_QK: Tensor | None, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, options: Any, q_QHd: Tensor, x: Tensor, sinks_H: Tensor | None, selected_QK: Tensor | None, *weights: Tensor
+    ) -> Tensor:
         transport, keys_values, scale, window = options
         out_QHd = torch.zeros(q_QHd.shape, dtype=torch.float32, device=q_QHd.device)
         lse_QH = out_QHd.new_full(q_QHd.shape[:2], -torch.inf)
@@ -177,7 +179,9 @@ class _Crossing(torch.autograd.Function):
                 wanted = [leaf, *[w for w in ctx.weights if w.requires_grad]]
                 found = torch.autograd.grad((k_SGd, v_SGd), wanted, (grad_k.to(k_SGd.dtype), grad_v.to(v_SGd.dtype)))
                 grad_block += found[0]
-                for total, part in zip([g for g, w in zip(grad_weights, ctx.weights, strict=True) if w.requires_grad], found[1:], strict=True):
+                for total, part in zip(
+                    [g for g, w in zip(grad_weights, ctx.weights, strict=True) if w.requires_grad], found[1:], strict=True
+                ):
                     total += part
             transport.give_back(step, grad_block)
         grad_sinks = None if sinks_H is None else -((sinks_H.float() - lse_QH).exp() * delta_QH).sum(0).to(sinks_H.dtype)

@@ -25,7 +25,7 @@ def _problem(spec: ModelSpec, cp_method: str, cp: int, ep: int) -> str:
     if cp > 1 and cp_method == "ulysses" and spec.indexer is not None:
         return (
             f"cp = {cp} with cp_method = 'ulysses' gives each process some of the heads of all tokens, and the sparse attention of "
-            f"{spec.family!r} chooses for each token, which would be chosen where that token is not (cp_method = 'all_gather' or 'ring' can)"
+            f"{spec.family!r} chooses for each token, in the process that has it (cp_method = 'all_gather' or 'ring' can)"
         )
     copies = spec.num_kv_heads < cp and not cp % spec.num_kv_heads
     if cp_method == "ulysses" and (spec.num_heads % cp or (spec.num_kv_heads % cp and not copies)):

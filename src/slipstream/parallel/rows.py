@@ -71,21 +71,25 @@ class Span:
         return np.searchsorted(self.tokens_t, at_n - 1)
 
 
-def spans(num_tokens: int, config: ParallelConfig) -> list[Span]:
+def spans(doc_starts_D: np.ndarray, config: ParallelConfig) -> list[Span]:
     """The tokens of a row for each process that shares it.
 
-    In causal attention later tokens of a document see more. Where a process attends with its own queries, the row is cut into 2 · cp chunks
-    of which process i takes number i and number 2 cp - 1 - i, so that all have about equally much to do (arXiv 2407.21783, section
-    3.3.2). Ulysses attends with some heads over the whole row, which is even already, and takes equal parts in order.
+    In causal attention later tokens of a document see more. Where a process attends with its own queries, the row is cut into 2 · cp equal
+    chunks, and each process takes one that sees much and one that sees little: of one document number i and number 2 cp - 1 - i
+    (arXiv 2407.21783, section 3.3.2). Ulysses attends with some heads over the whole row, which is even already, and takes equal parts in
+    order.
     """
-    cp = config.cp
+    cp, num_tokens = config.cp, int(doc_starts_D[-1])
     if config.cp_method == "ulysses":
         size = -(-num_tokens // cp)
         edges = [min(i * size, num_tokens) for i in range(cp + 1)]
         return [Span((chunk,)) for chunk in pairwise(edges)]
     chunks = list(pairwise(i * num_tokens // (2 * cp) for i in range(2 * cp + 1)))
-    pairs = [(chunks[i], chunks[-1 - i]) for i in range(cp - 1)]
-    return [*(Span(pair) for pair in pairs), Span(((chunks[cp - 1][0], chunks[cp][1]),))]
+    token_T = np.arange(num_tokens)
+    seen_T = token_T + 1 - doc_starts_D[np.searchsorted(doc_starts_D, token_T, "right") - 1]
+    order = np.argsort([seen_T[first:end].sum() for first, end in chunks], kind="stable")
+    pairs = [sorted((chunks[order[i]], chunks[order[-1 - i]])) for i in range(cp)]
+    return [Span(((a[0], b[1]),) if a[1] == b[0] else (a, b)) for a, b in pairs]
 
 
 def take(row: MicroBatch, span: Span) -> MicroBatch:

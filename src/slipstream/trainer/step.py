@@ -127,7 +127,7 @@ class Learner:
 
     def _row(self, row: MicroBatch, batch: Batch, sums: TokenSums, routing: RoutingStats) -> None:
         """Forward and backward of one row; gradients add up in the parameters."""
-        parts, model = spans(row.num_tokens, self.mesh.config), self.weights.compute
+        parts, model = spans(row.doc_starts_D, self.mesh.config), self.weights.compute
         here = take(row, parts[self.mesh.context])
         context = row_context(here, model.spec, self.config.router_replay)
         seen = across(context, row, parts, self.mesh)
@@ -151,7 +151,7 @@ class Learner:
         The hidden state before a token predicts it; a document's first token never carries loss, so at - 1 is in its document, though it
         may be in another process. Each process then computes the loss of the whole row (some losses need all tokens of a sample).
         """
-        parts = spans(row.num_tokens, self.mesh.config)
+        parts = spans(row.doc_starts_D, self.mesh.config)
         own_PN = [span.own(at_N) for span in parts]
         own_N, span = own_PN[self.mesh.context], parts[self.mesh.context]
         at_n = at_N[own_N]
