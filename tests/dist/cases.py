@@ -87,11 +87,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 FAMILIES = {
-    "all-gather": ("deepseek_v3", "glm_moe_dsa", "gpt_oss"),
-    "ring": ("deepseek_v3", "glm_moe_dsa", "gpt_oss"),
-    "ulysses": ("deepseek_v3", "gpt_oss", "two kv heads"),
+    2: {"cp all-gather": ("deepseek_v3", "glm_moe_dsa", "gpt_oss"), "cp ulysses": ("deepseek_v3", "gpt_oss")},
+    4: {"cp all-gather": ("glm_moe_dsa",), "cp ring": ("glm_moe_dsa", "gpt_oss"), "cp ulysses": ("two kv heads",)},
 }
-"""What context parallelism is also tested with: latent and sparse attention, windows and sinks, fewer key/value heads than processes."""
+"""What context parallelism is also tested with: latent and sparse attention, windows and sinks, fewer key/value heads than processes.
+Ring with recomputation for two processes, see `cases`."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,9 @@ def cases(world: int) -> list[Case]:
         grid = [case for case in grid if (case.replay + case.recompute + (case.documents == "on")) % 2 == 0]
     extra = [Case(layout, loss="gspo") for layout in LAYOUTS[world] if "cp" in layout]
     extra += [Case("fsdp", model="tied"), Case("ep", model="tied"), Case("cp all-gather", model="tied", recompute=True)]
-    extra += [Case(f"cp {method}", model=model) for method in ("all-gather", "ring", "ulysses") for model in FAMILIES[method]]
-    extra += [Case("cp ring", model=model, recompute=True) for model in FAMILIES["ring"]]
+    extra += [Case(layout, model=model) for layout, models in FAMILIES[world].items() for model in models]
+    if world == 2:
+        extra += [Case("cp ring", model=model, recompute=True) for model in ("deepseek_v3", "glm_moe_dsa", "gpt_oss")]
     extra += [Case(layout, dtype="bfloat16") for layout in LAYOUTS[world]]
     return grid + extra
 
