@@ -21,9 +21,46 @@ from slipstream.trainer.step import Learner
 from slipstream.types import Batch, MicroBatch
 from tests.unit.trainer.helpers import HF_CONFIG, _pack, _sample
 
+WIDE = {**HF_CONFIG, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+LATENT = {
+    **WIDE,
+    "model_type": "deepseek_v3",
+    "architectures": None,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 MODELS = {
-    "qwen3_moe": {**HF_CONFIG, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False},
-    "tied": {**HF_CONFIG, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "qwen3_moe": WIDE,
+    "tied": {**WIDE, "tie_word_embeddings": True},
+    "two kv heads": {**WIDE, "num_key_value_heads": 2},
+    "deepseek_v3": LATENT,
+    "glm_moe_dsa": {  # the second layer takes the choice of the first; most documents are longer than what is chosen
+        **LATENT,
+        "model_type": "glm_moe_dsa",
+        "n_group": 1,
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "indexer_types": ["full", "shared"],
+    },
+    "gpt_oss": {  # the window of the first layer is shorter than a chunk of most rows, and longer than one of the shortest
+        **WIDE,
+        "model_type": "gpt_oss",
+        "architectures": None,
+        "num_local_experts": 8,
+        "intermediate_size": 16,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {"rope_type": "default"},
+    },
 }
 ROW_TOKENS = 64
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -32,6 +69,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "hsdp": {"dp_replicate": 2},
         "ep": {"ep": 2},
         "cp all-gather": {"cp": 2},
+        "cp ring": {"cp": 2, "cp_method": "ring"},
         "cp ulysses": {"cp": 2, "cp_method": "ulysses"},
         "ep x cp": {"ep": 2, "cp": 2},
     },
@@ -42,11 +80,18 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "ep x fsdp": {"ep": 2},
         "ep x hsdp": {"ep": 2, "dp_replicate": 2},
         "cp all-gather": {"cp": 4},
+        "cp ring": {"cp": 4, "cp_method": "ring"},
         "cp ulysses": {"cp": 4, "cp_method": "ulysses"},
         "cp x fsdp": {"cp": 2},
         "ep x cp": {"ep": 4, "cp": 2},
     },
 }
+FAMILIES = {
+    2: {"cp all-gather": ("deepseek_v3", "glm_moe_dsa", "gpt_oss"), "cp ulysses": ("deepseek_v3", "gpt_oss")},
+    4: {"cp all-gather": ("glm_moe_dsa",), "cp ring": ("glm_moe_dsa", "gpt_oss"), "cp ulysses": ("two kv heads",)},
+}
+"""What context parallelism is also tested with: latent and sparse attention, windows and sinks, fewer key/value heads than processes.
+Ring with recomputation for two processes, see `cases`."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +121,16 @@ def cases(world: int) -> list[Case]:
         grid = [case for case in grid if (case.replay + case.recompute + (case.documents == "on")) % 2 == 0]
     extra = [Case(layout, loss="gspo") for layout in LAYOUTS[world] if "cp" in layout]
     extra += [Case("fsdp", model="tied"), Case("ep", model="tied"), Case("cp all-gather", model="tied", recompute=True)]
+    extra += [Case(layout, model=model) for layout, models in FAMILIES[world].items() for model in models]
+    if world == 2:
+        extra += [Case("cp ring", model=model, recompute=True) for model in ("deepseek_v3", "glm_moe_dsa", "gpt_oss")]
     extra += [Case(layout, dtype="bfloat16") for layout in LAYOUTS[world]]
     return grid + extra
 
 
 def batch(case: Case, step: int) -> Batch:
-    """Five rows: no number of processes divides them. With 'on' a document ends at each quarter of a row."""
-    lengths = [[16, 16, 16, 16], [16, 16, 8, 8, 16], [16] * 4, [4] * 12, [12, 12, 12, 12]]
+    """Five rows: no number of processes divides them. With 'on' a document ends at each eighth of a row."""
+    lengths = [[8] * 8, [8, 8, 4, 4, 8, 8, 8, 8, 8], [8] * 8, [3] * 16, [6] * 8]
     if case.documents == "across":
         lengths = [[61], [7, 50, 6], [3, 21, 22, 18], [30, 31], [2, 4, 5]]
     rng, rows, index = np.random.default_rng(step), [], 0

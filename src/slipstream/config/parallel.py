@@ -21,8 +21,9 @@ class ParallelConfig(Section):
     """Copies of the sharded weights (HSDP): each trains on rows of its own, gradients are added up between them."""
     cp: int = Field(default=1, ge=1)
     """Processes that share the tokens of one row (context parallelism)."""
-    cp_method: Literal["all_gather", "ulysses"] = "all_gather"
-    """all_gather: every process sees all keys and values of the row. ulysses: tokens are swapped for heads around attention."""
+    cp_method: Literal["all_gather", "ring", "ulysses"] = "all_gather"
+    """all_gather: every process sees all keys and values of the row. ring: those of one process after the other, where needed. ulysses:
+    tokens are swapped for heads around attention."""
     ep: int = Field(default=1, ge=1)
     """Processes that share the experts of a layer (expert parallelism); divides dp_shard x cp."""
 

@@ -23,7 +23,7 @@ from slipstream.engine.fused import bind
 from slipstream.engine.kv import KvCache
 from slipstream.engine.scheduler import Plan
 from slipstream.engine.sequence import SlotTable
-from slipstream.models.context import native_route
+from slipstream.models.context import Expand, native_route
 from slipstream.models.decoder import Decoder
 from slipstream.ops import Sight, paged_attention, paged_index, write_index, write_kv
 from slipstream.ops.fused import FusedDecoder
@@ -62,6 +62,11 @@ class PagedContext:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         write_kv(k_TGd, v_TGd, keys, values, self._slots_T)
         return paged_attention(q_THd, keys, values, self._block_table_SB, self._query_starts_S1, self._context_S, self._scale, sight)
+
+    def attend_latent(
+        self, layer: int, q_THd: torch.Tensor, latent_TC: torch.Tensor, up: torch.Tensor, expand: Expand, sight: Sight | None = None
+    ) -> torch.Tensor:
+        return self.attend(layer, q_THd, *expand(latent_TC, up), sight)
 
     def select(self, layer: int, q_TJi: torch.Tensor, k_Ti: torch.Tensor, weights_TJ: torch.Tensor, top_k: int) -> torch.Tensor | None:
         keys = self._cache.index_keys[layer]

@@ -4,12 +4,13 @@ A decoder calls them and knows nothing else of training or serving. `FullContext
 within documents, router replay. The engine has its own, over a paged cache.
 
 Shapes: T tokens, H query heads, G key/value heads, d head features, J index heads, i features of them, E experts, K experts per token,
-L MoE layers, D documents.
+L MoE layers, D documents, C features of a short vector, of which keys and values are made.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from slipstream.errors import StateError
 from slipstream.ops import DocLayout, Sight, doc_attention, doc_index
 from slipstream.ops.attention import Documents
+
+Expand: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(short vectors [T, C], the weight that lengthens them) -> keys and values, each [T, G, d]."""
 
 
 class Context(Protocol):
@@ -27,6 +31,10 @@ class Context(Protocol):
 
         `sight`: windows, sinks, chosen tokens; None: every token sees all of its past.
         """
+        ...
+
+    def attend_latent(self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None) -> Tensor:
+        """`attend` with the keys and values `expand(latent, up)`, for a context that would rather move or keep the short vectors."""
         ...
 
     def select(self, layer: int, q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, top_k: int) -> Tensor | None:
@@ -81,6 +89,9 @@ class FullContext:
 
     def attend(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
         return doc_attention(q_THd, k_TGd, v_TGd, self._layout, q_THd.shape[-1] ** -0.5, sight)
+
+    def attend_latent(self, layer: int, q_THd: Tensor, latent_TC: Tensor, up: Tensor, expand: Expand, sight: Sight | None = None) -> Tensor:
+        return self.attend(layer, q_THd, *expand(latent_TC, up), sight)
 
     def select(self, layer: int, q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, top_k: int) -> Tensor | None:
         self._selected[layer] = doc_index(q_TJi, k_Ti, weights_TJ, self._layout, top_k)

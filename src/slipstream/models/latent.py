@@ -2,8 +2,8 @@
 
 Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1; "DeepSeek-V3 Technical Report", 2024, section 2.1.1.
 
-What `Context.attend` sees is ordinary attention with as many key/value heads as query heads: keys and values are expanded before, so the
-cache of an engine holds them expanded.
+What attention sees is ordinary attention with as many key/value heads as query heads. The context is given what they are made of and
+how (`Context.attend_latent`): several processes exchange the short vectors; the cache of an engine holds keys and values expanded.
 
 Shapes: T tokens, D hidden features, H heads, d head features at the seam, n features of a head without position, r rotated ones,
 v value features of a head, C features of the short vector.
@@ -61,15 +61,23 @@ class LatentAttention(nn.Module):
         sizes = self.latent
         q_THn, q_THr = q_THd.split_with_sizes((sizes.nope_dim, sizes.rope_dim), dim=-1)
         kv_TC, k_Tr = kv_down_T.split_with_sizes((sizes.kv_rank, sizes.rope_dim), dim=-1)
-        kv_THx = torch.mm(rms_norm(kv_TC, self.kv_norm, NORM_EPS), self.kv_up).unflatten(1, (self.heads, -1))
-        k_THn, v_THv = kv_THx.split_with_sizes((sizes.nope_dim, sizes.v_dim), dim=-1)
         q_THr, k_T1r = rope(self._pairs(q_THr), self._pairs(k_Tr.unsqueeze(1)), cos_Tr, sin_Tr)
-        q_THd, k_THd = torch.cat((q_THn, q_THr), -1), torch.cat((k_THn, k_T1r.expand(-1, self.heads, -1)), -1)
+        q_THd = torch.cat((q_THn, q_THr), -1)
         if self.query_scale != 1:
             q_THd = q_THd * self.query_scale
+        latent_T = torch.cat((rms_norm(kv_TC, self.kv_norm, NORM_EPS), k_T1r.squeeze(1)), -1)
         sight = None if selected_TK is None else Sight(selected_TK=selected_TK)
-        out_THd = ctx.attend(self.layer, self._wide(q_THd), self._wide(k_THd), self._wide(v_THv), sight)
+        out_THd = ctx.attend_latent(self.layer, self._wide(q_THd), latent_T, self.kv_up, self._expand, sight)
         return linear(out_THd[..., : sizes.v_dim].flatten(1), self.out, self.out_bias)
+
+    def _expand(self, latent_T: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, H, d] of [T, C + r]; the rotated part is the same for all heads."""
+        sizes = self.latent
+        kv_TC, k_Tr = latent_T.split_with_sizes((sizes.kv_rank, sizes.rope_dim), dim=-1)
+        kv_THx = torch.mm(kv_TC, up).unflatten(1, (self.heads, -1))
+        k_THn, v_THv = kv_THx.split_with_sizes((sizes.nope_dim, sizes.v_dim), dim=-1)
+        k_THd = torch.cat((k_THn, k_Tr.unsqueeze(1).expand(-1, self.heads, -1)), -1)
+        return self._wide(k_THd), self._wide(v_THv)
 
     def _down(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries [T, H, n + r], what keys and values are made of [T, C + r], and what queries are made of where that is something else."""

@@ -76,15 +76,17 @@ class Sight:
     """Positions within its document or sequence of the only tokens that a query may see; -1: none (see `ops.indexer`)."""
 
     def mask(self, row_SQ: Tensor, place_SQ: Tensor, key_C: Tensor) -> Tensor:
-        """Which keys [S, 1, Q, C] the queries see. `row`: of a query in T; `place` and `key`: position in the sequence."""
+        """Which keys [S, 1, Q, C] the queries see. `row`: of a query in T; `place` and `key`: position in the sequence, of keys one after
+        the other."""
         age_SQC = place_SQ.unsqueeze(-1) - key_C
         seen_SQC = age_SQC >= 0
         if self.window:
             seen_SQC = seen_SQC & (age_SQC < self.window)
         if self.selected_TK is not None:
-            ids_SQK = self.selected_TK[row_SQ].long()
-            chosen = seen_SQC.new_zeros(*row_SQ.shape, len(key_C) + 1)  # the last column takes the -1
-            seen_SQC = seen_SQC & chosen.scatter_(-1, ids_SQK.where(ids_SQK >= 0, len(key_C)), True)[..., :-1]
+            column_SQK = self.selected_TK[row_SQ].long() - key_C[:1]
+            chosen = seen_SQC.new_zeros(*row_SQ.shape, len(key_C) + 1)  # the last column takes what is not among these keys, and the -1
+            inside_SQK = (column_SQK >= 0) & (column_SQK < len(key_C))
+            seen_SQC = seen_SQC & chosen.scatter_(-1, column_SQK.where(inside_SQK, len(key_C)), True)[..., :-1]
         return seen_SQC.unsqueeze(1)
 
 

@@ -28,15 +28,27 @@ def doc_index(q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, layout: DocLayout
 
     None: no document is longer than `top_k`, so every token sees all of its past.
     """
-    if layout.longest <= top_k:
-        return None
+    return None if layout.longest <= top_k else doc_choice(q_TJi, k_Ti, weights_TJ, layout, top_k)
+
+
+@torch.no_grad()
+def doc_choice(q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, layout: DocLayout, top_k: int) -> Tensor:
+    """The same, also where everything is chosen."""
     gathers, place_T = layout.buckets
     parts = []
     for gather_DP in gathers:
         key_P = torch.arange(gather_DP.shape[1], device=q_TJi.device)
         scores_DPP = _scores(q_TJi[gather_DP], k_Ti[gather_DP], weights_TJ[gather_DP])
         parts.append(_best(scores_DPP, key_P[None], key_P, top_k).flatten(0, 1))
-    return torch.cat(parts).index_select(0, place_T)
+    return torch.cat(parts).index_select(0, place_T) if parts else torch.empty(0, top_k, dtype=torch.int32, device=q_TJi.device)
+
+
+@torch.no_grad()
+def late_choice(q_QJi: Tensor, k_Ci: Tensor, weights_QJ: Tensor, top_k: int) -> Tensor:
+    """[Q, K] of the last Q of the C tokens of a document; -1 where a token has fewer before it."""
+    place_C = torch.arange(len(k_Ci), device=q_QJi.device)
+    scores_1QC = _scores(q_QJi[None], k_Ci[None], weights_QJ[None])
+    return _best(scores_1QC, place_C[None, len(k_Ci) - len(q_QJi) :], place_C, top_k).squeeze(0)
 
 
 @torch.no_grad()

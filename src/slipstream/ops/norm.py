@@ -60,8 +60,9 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TD, weight_D = ctx.saved_tensors
+        dy_TD = grads[0].contiguous()
         dx_TD, d_weight_D = torch.empty_like(x_TD, memory_format=torch.contiguous_format), torch.empty_like(weight_D)
-        pointers = [x.data_ptr() for x in (x_TD, weight_D, grads[0].contiguous(), dx_TD, d_weight_D)]
+        pointers = [x.data_ptr() for x in (x_TD, weight_D, dy_TD, dx_TD, d_weight_D)]
         check(loaded().rms_norm_backward(*pointers, *_sizes(x_TD), ctx.eps), "rms_norm backward")
         return dx_TD, d_weight_D, None
 

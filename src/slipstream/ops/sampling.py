@@ -27,7 +27,8 @@ def draw(logits_SV: Tensor, temperature_S: Tensor, uniform_S: Tensor) -> tuple[T
     rows, vocab = logits_SV.shape
     tokens_S, logprobs_S = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     kernels.draw.restype, kernels.draw.argtypes = ctypes.c_int, [_P, _P, _P, _I, _I, _P, _P]
-    pointers = [x.data_ptr() for x in (logits_SV, temperature_S.contiguous(), uniform_S.contiguous())]
+    temperature_S, uniform_S = temperature_S.contiguous(), uniform_S.contiguous()
+    pointers = [x.data_ptr() for x in (logits_SV, temperature_S, uniform_S)]
     check(kernels.draw(*pointers, rows, vocab, tokens_S.data_ptr(), logprobs_S.data_ptr()), "draw")
     return tokens_S, logprobs_S
 

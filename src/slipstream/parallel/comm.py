@@ -1,4 +1,4 @@
-"""Exchanges between processes that gradients pass through.
+"""Exchanges between processes: those that gradients pass through, and one that goes on in the background.
 
 Shapes: N rows that leave or arrive, P processes of the group; whatever follows the first dimension is carried along.
 """
@@ -6,6 +6,7 @@ Shapes: N rows that leave or arrive, P processes of the group; whatever follows 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,3 +59,34 @@ class _AllGather(torch.autograd.Function):
         grad = grads[0].new_empty(grads[0].shape[0] // ctx.group.size(), *grads[0].shape[1:])
         dist.reduce_scatter(grad, list(grads[0].contiguous().split(len(grad))), group=ctx.group)
         return grad, None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Rows on their way to one process and from another one; either may be none."""
+
+    rows: Tensor
+    _sent: Tensor
+    """Kept until it has left."""
+    _works: tuple[Any, ...]
+
+    @staticmethod
+    def start(sent: Tensor, to: int, received: int, by: int, group: dist.ProcessGroup, tag: int = 0) -> Exchange:
+        """`received` rows come from rank `by` of the group, as many as it sends. Both sides start theirs in the same order, or under
+        another `tag`."""
+        rows, works = sent.new_empty(received, *sent.shape[1:]), []
+        if len(sent):
+            works.append(dist.isend(sent, group=group, group_dst=to, tag=tag))
+        if received:
+            works.append(dist.irecv(rows, group=group, group_src=by, tag=tag))
+        return Exchange(rows, sent, tuple(works))
+
+    @staticmethod
+    def nothing(like: Tensor) -> Exchange:
+        return Exchange(like[:0], like[:0], ())
+
+    def wait(self) -> Tensor:
+        """The rows that came."""
+        for work in self._works:
+            work.wait()
+        return self.rows

@@ -22,11 +22,16 @@ def _problem(spec: ModelSpec, cp_method: str, cp: int, ep: int) -> str:
         return f"ep = {ep} does not divide the {spec.num_experts} experts of the model"
     if ep > 1 and spec.clamped is not None:
         return f"ep = {ep} shares out experts, and the fused ones of {spec.family!r} cannot be yet"
-    if cp > 1 and (spec.indexer is not None or spec.window_layers or spec.sinks):
-        return f"cp = {cp} cuts rows, and {spec.family!r} has sparse attention, windows or sinks, which do not cross the edges yet"
-    if cp_method == "ulysses" and (spec.num_heads % cp or spec.num_kv_heads % cp):
+    if cp > 1 and cp_method == "ulysses" and spec.indexer is not None:
+        return (
+            f"cp = {cp} with cp_method = 'ulysses' gives each process some of the heads of all tokens, and the sparse attention of "
+            f"{spec.family!r} chooses for each token, in the process that has it (cp_method = 'all_gather' or 'ring' can)"
+        )
+    copies = spec.num_kv_heads < cp and not cp % spec.num_kv_heads
+    if cp_method == "ulysses" and (spec.num_heads % cp or (spec.num_kv_heads % cp and not copies)):
         return (
             f"cp = {cp} with cp_method = 'ulysses' gives each process some of the heads, and does not divide the {spec.num_heads} query "
-            f"and {spec.num_kv_heads} key/value heads of the model (cp_method = 'all_gather' needs no heads to divide)"
+            f"and {spec.num_kv_heads} key/value heads of the model; the latter may also divide it, and are copied then "
+            "(cp_method = 'all_gather' or 'ring' needs no heads to divide)"
         )
     return ""

@@ -28,7 +28,7 @@ from slipstream.parallel.apply import parallelise
 from slipstream.parallel.context import across, gather_tokens
 from slipstream.parallel.fsdp import clip_gradients, gather, part
 from slipstream.parallel.mesh import ALONE, Mesh
-from slipstream.parallel.rows import cut, own_rows, spans
+from slipstream.parallel.rows import own_rows, spans, take
 from slipstream.trainer.fit import check_trains
 from slipstream.trainer.memory import Trimmer
 from slipstream.trainer.optim import learning_rate, load_optimizer_tensors, make_optimizer, optimizer_tensors, set_learning_rate
@@ -128,10 +128,10 @@ class Learner:
 
     def _row(self, row: MicroBatch, batch: Batch, sums: TokenSums, routing: RoutingStats) -> None:
         """Forward and backward of one row; gradients add up in the parameters."""
-        span = spans(row.num_tokens, self.mesh.config.cp)[self.mesh.context]
-        here, model = cut(row, span.first, span.end), self.weights.compute
+        parts, model = spans(row.doc_starts_D, self.mesh.config), self.weights.compute
+        here = take(row, parts[self.mesh.context])
         context = row_context(here, model.spec, self.config.router_replay)
-        seen = across(context, row, span, self.mesh)
+        seen = across(context, row, parts, self.mesh)
         hidden_tD = model(torch.tensor(here.tokens_T), torch.tensor(here.positions_T), seen)
         at_N = row.loss_mask_T.nonzero()[0]
         logprobs_N, entropy_N = self._logprobs(hidden_tD, row, at_N)
@@ -152,19 +152,18 @@ class Learner:
         The hidden state before a token predicts it; a document's first token never carries loss, so at - 1 is in its document, though it
         may be in another process. Each process then computes the loss of the whole row (some losses need all tokens of a sample).
         """
-        parts = spans(row.num_tokens, self.mesh.config.cp)
-        own, first = parts[self.mesh.context].own(at_N), parts[self.mesh.context].first
-        at_n = at_N[own]
-        hidden_nD = hidden_tD.index_select(0, torch.from_numpy(at_n - 1 - first))
+        parts = spans(row.doc_starts_D, self.mesh.config)
+        own_PN = [span.own(at_N) for span in parts]
+        own_N, span = own_PN[self.mesh.context], parts[self.mesh.context]
+        at_n = at_N[own_N]
+        hidden_nD = hidden_tD.index_select(0, torch.from_numpy(span.before(at_n)))
         targets_n, temperature_n = torch.tensor(row.tokens_T[at_n]), torch.tensor(row.temperature_T[at_n])
         head = self.weights.compute.head_weight
         logprobs_n, entropy_n = token_logprobs(hidden_nD, head, targets_n, temperature_n, self.config.logprob_chunk_tokens)
         if len(parts) == 1 or not len(at_N):
             return logprobs_n, entropy_n
-        counts_P = [int(span.own(at_N).sum()) for span in parts]
-        logprobs_N, entropy_N = gather_tokens(torch.stack((logprobs_n, entropy_n), 1), counts_P, self.mesh).unbind(1)
-        before = sum(counts_P[: self.mesh.context])
-        return torch.cat((logprobs_N[:before], logprobs_n, logprobs_N[before + len(at_n) :])), entropy_N
+        logprobs_N, entropy_N = gather_tokens(torch.stack((logprobs_n, entropy_n), 1), own_PN, self.mesh).unbind(1)
+        return logprobs_N.index_copy(0, torch.from_numpy(own_N.nonzero()[0]), logprobs_n), entropy_N
 
 
 def _sizes(batch: Batch) -> dict[str, float]:

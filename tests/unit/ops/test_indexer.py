@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops import DocLayout, Sight, doc_attention, doc_index, paged_attention, paged_index, write_index, write_kv
+from slipstream.ops.indexer import doc_choice, late_choice
 
 STARTS = [0, 3, 3, 21, 60]
 
@@ -50,6 +51,25 @@ def test_no_choice_is_made_where_everything_fits():
     q, k, v = torch.randn(3, 60, 2, 8)
     sparse = doc_attention(q, k, v, STARTS, 0.3, Sight(selected_TK=ids))
     torch.testing.assert_close(sparse[:-1], doc_attention(q, k, v, STARTS, 0.3)[:-1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 38, 100])
+def test_the_last_tokens_of_a_document_choose_as_they_do_among_all(top_k):
+    q, k, weights = inputs(60)
+    whole = doc_choice(q, k, weights, DocLayout(STARTS), top_k)
+    assert whole.shape == (60, top_k)
+    for first in (21, 30, 59, 60):
+        late = late_choice(q[first:], k[21:], weights[first:], top_k)
+        assert torch.equal(late, whole[first:])
+
+
+def test_chosen_tokens_are_found_among_keys_that_begin_later():
+    ids = torch.tensor([[0, 5, -1], [6, 2, 9], [9, 3, 4]], dtype=torch.int32)
+    row, place = torch.arange(3)[None], torch.arange(7, 10)[None]
+    sight = Sight(selected_TK=ids)
+    whole, late = (sight.mask(row, place, torch.arange(first, 10)) for first in (0, 4))
+    assert torch.equal(late, whole[..., 4:])
+    assert whole[0, 0].nonzero().tolist() == [[0, 0], [0, 5], [1, 2], [1, 6], [2, 3], [2, 4], [2, 9]]
 
 
 def test_attention_sees_what_was_chosen_and_nothing_else():

@@ -28,6 +28,13 @@ def test_rms_norm_of_a_slice_of_a_fused_projection_has_its_gradient_in_the_right
     _assert_equal_gradients([rms_norm(heads, weight, 1e-5)], [rms_norm_reference(heads, weight, 1e-5)], [fused, weight])
 
 
+def test_rms_norm_takes_the_gradient_of_a_part_of_something_wider():
+    """Which is strided: the kernel reads a dense copy, which has to live until then."""
+    x, weight = torch.randn(25, 8, requires_grad=True), torch.rand(8, requires_grad=True)
+    wide = [torch.cat((norm(x, weight, 1e-5), x[:, :3]), -1) for norm in (rms_norm, rms_norm_reference)]
+    _assert_equal_gradients(wide[:1], wide[1:], [x, weight])
+
+
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
 def test_rms_norm_gives_unit_mean_square_whatever_the_scale(scale):
     normed = rms_norm(torch.randn(5, 64) * scale, torch.ones(64), 1e-12)

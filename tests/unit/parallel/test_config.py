@@ -46,11 +46,24 @@ def test_experts_that_cannot_be_shared_out_are_refused():
 
 
 def test_heads_that_cannot_be_shared_out_are_refused_for_ulysses_only():
-    spec = ModelSpec.from_config(HF_CONFIG)
-    check_fits(config(processes=4, cp=4), spec)
-    check_fits(config(processes=4, cp=2, cp_method="ulysses"), spec)
-    with pytest.raises(ConfigError, match=r"does not divide the 4 query and 2 key/value heads.*processes = 4, dp_replicate = 1, cp = 2"):
-        check_fits(config(processes=4, cp=4, cp_method="ulysses"), spec)
+    spec = ModelSpec.from_config({**HF_CONFIG, "num_attention_heads": 12, "num_key_value_heads": 3})
+    for method in ("all_gather", "ring"):
+        check_fits(config(processes=8, cp=8, cp_method=method), spec)
+    check_fits(config(processes=6, cp=6, cp_method="ulysses"), spec)  # two copies of each key/value head
+    expected = r"cp = {} .*'ulysses'.*does not divide the 12 query and 3 key/value heads.*processes = {}, dp_replicate = 1, cp = {}"
+    for cp, nearest in ((4, 1), (8, 1), (9, 9 // 3)):
+        with pytest.raises(ConfigError, match=expected.format(cp, cp, nearest)):
+            check_fits(config(processes=cp, cp=cp, cp_method="ulysses"), spec)
+
+
+def test_sparse_attention_goes_with_everything_but_ulysses():
+    sizes = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 8}
+    index = {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 3, "num_key_value_heads": 4}
+    spec = ModelSpec.from_config({**HF_CONFIG, **sizes, **index, "model_type": "glm_moe_dsa", "architectures": None})
+    for method in ("all_gather", "ring"):
+        check_fits(config(processes=2, cp=2, cp_method=method), spec)
+    with pytest.raises(ConfigError, match=r"sparse attention of 'glm_moe_dsa'.*cp_method = 'all_gather' or 'ring' can.*cp = 1, ep = 1"):
+        check_fits(config(processes=2, cp=2, cp_method="ulysses"), spec)
 
 
 def test_a_process_that_was_started_alone_says_how_to_start_all(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from slipstream.config import validate
 from slipstream.config.parallel import ParallelConfig
 from slipstream.parallel.mesh import Mesh
-from slipstream.parallel.rows import cut, own_rows, spans
+from slipstream.parallel.rows import cut, own_rows, spans, take
 from slipstream.types import MicroBatch
 from tests.unit.trainer.helpers import make_batch
 
@@ -54,15 +54,41 @@ def test_processes_that_share_a_row_get_the_same_rows():
     assert documents(shares[0]) != documents(shares[2])
 
 
-@pytest.mark.parametrize(("tokens", "cp"), [(0, 2), (1, 4), (5, 4), (61, 4), (64, 4)])
-def test_the_parts_of_a_row_lie_end_to_end_and_every_label_belongs_to_one(tokens, cp):
-    parts = spans(tokens, cp)
-    assert [p.first for p in parts] == [0, *[p.end for p in parts[:-1]]] and parts[-1].end == tokens
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize(("tokens", "cp"), [(0, 2), (1, 4), (5, 4), (61, 3), (61, 4), (64, 4)])
+def test_every_token_and_every_label_belongs_to_one_process(tokens, cp, method):
+    parts = spans(np.array([0, tokens // 3, tokens]), validate(ParallelConfig, {"processes": cp, "cp": cp, "cp_method": method}))
+    assert sorted(np.concatenate([part.tokens_t for part in parts]).tolist()) == list(range(tokens))
+    assert max(part.num_tokens for part in parts) <= tokens / cp + 2
     at_N = np.arange(1, tokens)
-    owners_PN = np.array([part.own(at_N) for part in parts])
-    assert (owners_PN.sum(0) == 1).all()
-    for part, own_N in zip(parts, owners_PN, strict=True):  # the token before, which predicts it, is there
-        assert all(part.first <= at - 1 < part.end for at in at_N[own_N])
+    assert (np.sum([part.own(at_N) for part in parts], 0) == 1).all()
+    for part in parts:  # the token before, which predicts it, is there
+        at_n = at_N[part.own(at_N)]
+        assert part.tokens_t[part.before(at_n)].tolist() == (at_n - 1).tolist()
+
+
+def test_a_process_takes_an_early_and_a_late_chunk_unless_heads_are_shared():
+    def chunks(**values):
+        return [part.chunks for part in spans(np.array([0, 12]), validate(ParallelConfig, {"processes": 3, "cp": 3, **values}))]
+
+    assert chunks() == chunks(cp_method="ring") == [((0, 2), (10, 12)), ((2, 4), (8, 10)), ((4, 8),)]
+    assert chunks(cp_method="ulysses") == [((0, 4),), ((4, 8),), ((8, 12),)]
+
+
+def test_a_chunk_that_sees_much_goes_with_one_that_sees_little_wherever_documents_begin():
+    parts = spans(np.array([0, 8, 10, 12, 14, 16]), validate(ParallelConfig, {"processes": 4, "cp": 4}))
+    assert [part.chunks for part in parts] == [((0, 2), (6, 8)), ((4, 6), (8, 10)), ((2, 4), (10, 12)), ((12, 16),)]
+
+
+def test_chunks_are_taken_with_everything_that_belongs_to_their_tokens():
+    (row,) = make_batch(row_tokens=4096).micro_batches
+    for span in spans(row.doc_starts_D, validate(ParallelConfig, {"processes": 3, "cp": 3})):
+        part = take(row, span)
+        for field in ("tokens_T", "positions_T", "loss_mask_T", "logprobs_T", "sample_T", "routing_TLK", "routing_valid_T"):
+            np.testing.assert_array_equal(getattr(part, field), getattr(row, field)[span.tokens_t])
+        inside = [np.searchsorted(span.tokens_t, start) for start in row.doc_starts_D if start in span.tokens_t]
+        first = np.cumsum([0, *(end - first for first, end in span.chunks)])
+        assert part.doc_starts_D.tolist() == sorted({*inside, *first.tolist()})
 
 
 def test_a_cut_document_keeps_its_positions_and_counts_as_a_document():
