@@ -19,8 +19,8 @@ from torch import Tensor
 from slipstream.algorithms.losses import loss_fn
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.errors import ConfigError, StateError
-from slipstream.models.decoder import Decoder
 from slipstream.models.hf import hf_views, load_hf_tensors
+from slipstream.models.language_model import LanguageModel
 from slipstream.models.load import build_model
 from slipstream.models.matrices import fused_columns
 from slipstream.ops import token_logprobs
@@ -29,6 +29,7 @@ from slipstream.parallel.context import across, gather_tokens
 from slipstream.parallel.fsdp import clip_gradients, gather, part
 from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.parallel.rows import cut, own_rows, spans
+from slipstream.trainer.limits import check_impl
 from slipstream.trainer.memory import Trimmer
 from slipstream.trainer.optim import learning_rate, load_optimizer_tensors, make_optimizer, optimizer_tensors, set_learning_rate
 from slipstream.trainer.precision import Weights
@@ -55,7 +56,7 @@ class Learner:
     One in each process of the trainer; all of them call every method together, with the same arguments.
     """
 
-    def __init__(self, model: Decoder, config: TrainerConfig, optim: OptimConfig, max_steps: int, mesh: Mesh = ALONE) -> None:
+    def __init__(self, model: LanguageModel, config: TrainerConfig, optim: OptimConfig, max_steps: int, mesh: Mesh = ALONE) -> None:
         """`model` holds float32 weights, all of them. Raises ConfigError: the model cannot do what `config` asks for."""
         _prepare(model, config, optim, mesh)
         self.config, self.optim, self.max_steps, self.mesh = config, optim, max_steps, mesh
@@ -121,7 +122,7 @@ class Learner:
         self.weights.sync()
         load_optimizer_tensors(self.optimizer, self.names, moments, self.mesh)
 
-    def _gathered(self, model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def _gathered(self, model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         kept = gather({name: p.detach() for name, p in model.named_parameters()}, self.mesh, dtype)
         return {name: view.contiguous() for name, view in hf_views(model, kept).items()}
 
@@ -190,7 +191,8 @@ def _check(batch: Batch) -> None:
         raise StateError(f"batch of step {batch.step}: a document's first token carries loss, but nothing before it predicts it")
 
 
-def _prepare(model: Decoder, config: TrainerConfig, optim: OptimConfig, mesh: Mesh) -> None:
+def _prepare(model: LanguageModel, config: TrainerConfig, optim: OptimConfig, mesh: Mesh) -> None:
+    check_impl(model.spec, config, optim)
     if not mesh.alone and (config.dtype == "float8" or optim.type == "muon"):
         what = 'trainer.dtype = "float8"' if config.dtype == "float8" else 'optim.type = "muon"'
         raise ConfigError(
@@ -207,6 +209,5 @@ def _prepare(model: Decoder, config: TrainerConfig, optim: OptimConfig, mesh: Me
             f"{model.spec.family!r} have none; set trainer.balance_rate = 0 (or trainer.freeze_router = true against drift)"
         )
     if config.freeze_router:
-        for name, parameter in model.named_parameters():
-            if name.endswith((".router", ".router_logit_bias")):
-                parameter.requires_grad_(False)
+        for parameter in model.router_parameters:
+            parameter.requires_grad_(False)
