@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,14 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", {**MOE, "num_experts": 6, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}),
     "qwen2_moe-dense-first": (
         "Qwen2Moe",
-        {**MOE, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 8, "mlp_only_layers": [0], "norm_topk_prob": True},
+        {
+            **MOE,
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 8,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+        },
     ),
     "granitemoe": ("GraniteMoe", {**MOE, "num_local_experts": 6, "embedding_multiplier": 3.0, "attention_multiplier": 0.2}),
     "deepseek_v2": ("DeepseekV2", MLA),
@@ -104,7 +112,7 @@ def tokens(seed: int = 0) -> Tensor:
 
 
 def places() -> Tensor:
-    return torch.cat([torch.arange(b - a) for a, b in zip(STARTS, STARTS[1:], strict=False)])
+    return torch.cat([torch.arange(b - a) for a, b in pairwise(STARTS)])
 
 
 def our_logits(model: LanguageModel, ids_T: Tensor, context: FullContext | None = None) -> Tensor:
@@ -113,7 +121,7 @@ def our_logits(model: LanguageModel, ids_T: Tensor, context: FullContext | None 
 
 def their_logits(model: Any, ids_T: Tensor) -> Tensor:
     """Every document by itself."""
-    return torch.cat([model(ids_T[None, a:b]).logits[0] for a, b in zip(STARTS, STARTS[1:], strict=False)])
+    return torch.cat([model(ids_T[None, a:b]).logits[0] for a, b in pairwise(STARTS)])
 
 
 def loss(logits_TV: Tensor, ids_T: Tensor) -> Tensor:
@@ -207,7 +215,7 @@ def test_forced_experts_are_taken_with_the_routers_own_weights(name: str, seed: 
         forward = router.forward
 
         def force(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            logits_TE, weights_TK, ids_TK = forward(hidden)
+            logits_TE, _, ids_TK = forward(hidden)
             here = slice(document.start, document.stop)
             ids_TK = torch.where(valid_T[here, None], forced_TLK[here, layer], ids_TK)
             return logits_TE, gates(name, logits_TE, ids_TK), ids_TK
@@ -219,7 +227,7 @@ def test_forced_experts_are_taken_with_the_routers_own_weights(name: str, seed: 
     for layer, router in enumerate(routers):
         patched(layer, router)
     rows = []
-    for a, b in zip(STARTS, STARTS[1:], strict=False):
+    for a, b in pairwise(STARTS):
         document = slice(a, b)
         rows.append(reference(ids_T[None, a:b]).logits[0])
     expected = torch.cat(rows)

@@ -28,6 +28,7 @@ from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.engine.stops import StopText
 from slipstream.engine.weights import LiveWeights
 from slipstream.errors import ConfigError, EngineUnavailable, RequestError
+from slipstream.models.impl import Impl
 from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion, Routing
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,7 +61,8 @@ class EmbeddedEngine:
     ) -> None:
         """Load the HF model in `folder` as policy version `version` (-1: nothing is live until the first commit).
 
-        `seq_len` is the context in tokens. `impl`: see `models.impl`. `seed` draws the seeds of requests that bring none. Sets torch's threads to config.threads.
+        `seq_len` is the context in tokens. `seed` draws the seeds of requests that bring none. `impl`: see `models.impl`.
+        Sets torch's threads to config.threads.
         Raises ModelError or ConfigError.
         """
         torch.set_num_threads(config.threads)

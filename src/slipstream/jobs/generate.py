@@ -17,9 +17,7 @@ from slipstream.models.impl import Impl, read_spec
 from slipstream.types import GenerateRequest, Sampling
 
 
-def chat(
-    model: Path, prompt: str, env: str | None, *, max_tokens: int, temperature: float, seed: int, impl: Impl = "auto"
-) -> list[str]:
+def chat(model: Path, prompt: str, env: str | None, *, max_tokens: int, temperature: float, seed: int, impl: Impl = "auto") -> list[str]:
     """The model's reply to one user message, as lines to print; with `env`, the whole conversation with its tools.
 
     Raises ConfigError or ModelError: a model, an environment or a setting that cannot be used.

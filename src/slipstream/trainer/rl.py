@@ -53,7 +53,9 @@ def main(run_folder: Path) -> int:
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
     with joined(config.trainer.parallel, config.trainer.batch_timeout_s + COLLECTIVE_S) as mesh:
-        learner = Learner(load_model(config.model.path, impl=config.model.impl), config.trainer, config.trainer.optim, config.max_steps, mesh)
+        learner = Learner(
+            load_model(config.model.path, impl=config.model.impl), config.trainer, config.trainer.optim, config.max_steps, mesh
+        )
         if not mesh.leads:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader stops at a step boundary, and says so
             follow(learner)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from slipstream.models import hf
 from slipstream.models.context import Context
-from slipstream.models.foreign.modules import build, config_of, layers_of
+from slipstream.models.foreign.modules import build, config_of, embedding_of, head_of, layers_of
 from slipstream.models.foreign.names import HfNames
 from slipstream.models.foreign.probe import probe
 from slipstream.models.foreign.router import routers_of
@@ -58,11 +58,11 @@ class HfDecoder(LanguageModel):
 
     @property
     def head_weight(self) -> Tensor:
-        return self.inner.get_output_embeddings().weight
+        return head_of(self.inner, self.spec.family).weight
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.inner.get_input_embeddings().weight.dtype
+        return embedding_of(self.inner).dtype
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:

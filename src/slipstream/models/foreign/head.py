@@ -15,12 +15,11 @@ from slipstream.errors import ModelError
 _TOKENS, _ROWS = 3, 8
 
 
-def check_head(inner: PreTrainedModel, hidden: int, source: str) -> None:
+def check_head(inner: PreTrainedModel, head: nn.Linear, source: str) -> None:
     """Raises ModelError where trainer and engine, which multiply with the head themselves, would compute other logits."""
-    head = inner.get_output_embeddings()
-    places = [name for name, module in inner.named_children() if module is head]
-    if not isinstance(head, nn.Linear) or not places:
-        raise ModelError(f'{source}: with impl = "hf" the head must be a linear layer beside the decoder; it is {type(head).__name__}')
+    hidden, place = head.in_features, next((name for name, module in inner.named_children() if module is head), "")
+    if not place:
+        raise ModelError(f'{source}: with impl = "hf" the head must stand beside the decoder in {type(inner).__name__}')
     generator = torch.Generator().manual_seed(0)
     states_TD = torch.randn(_TOKENS, hidden, generator=generator)
     small = nn.Linear(hidden, _ROWS, bias=head.bias is not None)
@@ -28,7 +27,7 @@ def check_head(inner: PreTrainedModel, hidden: int, source: str) -> None:
         for parameter in small.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     tried = copy.copy(inner)
-    tried._modules = {**inner._modules, inner.base_model_prefix: _Given(states_TD), places[0]: small}
+    tried._modules = {**inner._modules, inner.base_model_prefix: _Given(states_TD), place: small}
     with torch.no_grad():
         logits_TV: Tensor = tried(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long)).logits[0]
     if not torch.allclose(logits_TV, F.linear(states_TD, small.weight), atol=1e-5 * hidden**0.5):

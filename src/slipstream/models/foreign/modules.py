@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -45,10 +45,27 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, source: str, attention: 
     return model.eval()
 
 
+def embedding_of(inner: PreTrainedModel) -> Tensor:
+    """[V, D]."""
+    weight = inner.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def head_of(inner: PreTrainedModel, source: str) -> nn.Linear:
+    """Raises ModelError: logits are made in another way."""
+    head = inner.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f'{source}: with impl = "hf" the head must be a linear layer; it is {type(head).__name__}')
+    return head
+
+
 def layers_of(inner: PreTrainedModel, source: str) -> list[nn.Module]:
     """The decoder layers, in order."""
     wanted = inner.config.num_hidden_layers
     found = [list(child) for child in inner.base_model.children() if isinstance(child, nn.ModuleList) and len(child) == wanted]
     if inner.base_model is inner or len(found) != 1:
-        raise ModelError(f'{source}: with impl = "hf" a model needs one list of {wanted} decoder layers; {type(inner).__name__} has {len(found)}')
+        raise ModelError(
+            f'{source}: with impl = "hf" a model needs one list of {wanted} decoder layers; {type(inner).__name__} has {len(found)}'
+        )
     return found[0]

@@ -34,13 +34,13 @@ class HfNames:
         """Raises ModelError: the checkpoint's tensors are not views that cover each parameter once."""
         covered: dict[int, int] = {}
         parameters = {name: p.detach() for name, p in self._inner.named_parameters()}
-        for name, view in self.views(None, parameters).items():
+        for view in self.views(None, parameters).values():
             base = view if view._base is None else view._base
             covered[id(base)] = covered.get(id(base), 0) + view.numel()
         for name, parameter in parameters.items():
             if covered.get(id(parameter if parameter._base is None else parameter._base)) != parameter.numel():
                 raise ModelError(
-                    f"{source}: impl = \"hf\" needs checkpoint tensors that are parts of the modules' parameters, and transformers makes "
+                    f'{source}: impl = "hf" needs checkpoint tensors that are parts of the modules\' parameters, and transformers makes '
                     f"{name} of them in another way"
                 )
 

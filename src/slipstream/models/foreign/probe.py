@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from slipstream.errors import ModelError
 from slipstream.models.config_reader import Reader
 from slipstream.models.foreign.head import check_head
-from slipstream.models.foreign.modules import build, config_of, layers_of
+from slipstream.models.foreign.modules import build, config_of, embedding_of, head_of, layers_of
 from slipstream.models.foreign.names import HfNames
 from slipstream.models.foreign.router import look_at_router, routers_of
 from slipstream.models.foreign.seams import CONTEXT, LayerSeam, running_layer, seam
@@ -27,7 +27,16 @@ from slipstream.models.spec import read_config
 
 _PROBE = "slipstream_probe"
 _TOKENS = 6
-_KNOWN = {"sliding_window", "s_aux", "position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits"}
+_KNOWN = {
+    "sliding_window",
+    "s_aux",
+    "position_ids",
+    "use_cache",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+}
 """Arguments of attention that change nothing here, or are honoured."""
 
 
@@ -48,17 +57,18 @@ def probe(folder: str | Path) -> HfSpec:
     windows = [call.window for call in calls]
     if len({(call.heads, call.kv_heads, call.head_dim) for call in calls}) != 1:
         raise ModelError(f'{source}: with impl = "hf" all layers must have the same heads; here they differ')
-    hidden = inner.get_input_embeddings().weight.shape[1]
+    embedding, head = embedding_of(inner), head_of(inner, source)
+    hidden = head.in_features
     routers = {index: look_at_router(router, hidden, source) for index, router in routers_of(inner, layers, source).items()}
     if len({*routers.values()}) > 1 or len({*windows} - {0}) > 1:
         raise ModelError(f'{source}: with impl = "hf" all routers (experts, top-k) and all windows must be the same; here they differ')
     HfNames(inner, "").check(source)
-    check_head(inner, hidden, source)
+    check_head(inner, head, source)
     num_experts, top_k = next(iter(routers.values()), (0, 0))
     reader = Reader({**config.to_dict(), **raw, "max_position_embeddings": getattr(config, "max_position_embeddings", None)}, source)
     return HfSpec(
         family=str(config.model_type),
-        vocab_size=inner.get_input_embeddings().weight.shape[0],
+        vocab_size=embedding.shape[0],
         hidden=hidden,
         intermediate=0,
         num_layers=len(layers),
@@ -68,7 +78,7 @@ def probe(folder: str | Path) -> HfSpec:
         max_positions=reader.number("max_position_embeddings"),
         rope_theta=0.0,
         rms_eps=0.0,
-        tie_embeddings=inner.get_output_embeddings().weight is inner.get_input_embeddings().weight,
+        tie_embeddings=head.weight is embedding,
         window=max(windows),
         window_layers=tuple(index for index, window in enumerate(windows) if window),
         sinks=any(call.sinks for call in calls),
@@ -128,9 +138,7 @@ def _run(inner: PreTrainedModel, layers: Sequence[nn.Module], source: str) -> li
         # the mask of ones keeps transformers from looking for packed documents in positions that are not there
         mask_1T = torch.ones(1, _TOKENS, dtype=torch.long, device="meta")
         with torch.no_grad():
-            inner.base_model(
-                input_ids=tokens_1T, position_ids=tokens_1T, attention_mask=mask_1T, use_cache=False, **{CONTEXT: recorder}
-            )
+            inner.base_model(input_ids=tokens_1T, position_ids=tokens_1T, attention_mask=mask_1T, use_cache=False, **{CONTEXT: recorder})
     except ModelError as error:
         raise ModelError(f'{source}: not supported with impl = "hf": {error}') from None
     except Exception as error:  # whatever modules raise that do more than the interfaces say
@@ -178,7 +186,9 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: _Mask | No
         raise ModelError(f"layer {index} attends under a mask of its own ({type(mask).__name__})")
     if not mask.causal:
         raise ModelError(f"layer {index} sees other tokens than its past, or the last few of it")
-    unknown = sorted(key for key, value in given.items() if value is not None and value is not False and key not in {*_KNOWN, "scaling", "dropout"})
+    unknown = sorted(
+        key for key, value in given.items() if value is not None and value is not False and key not in {*_KNOWN, "scaling", "dropout"}
+    )
     if unknown:
         raise ModelError(f"layer {index} asks attention for {', '.join(unknown)}")
     head_dim = max(q.shape[-1], v.shape[-1])

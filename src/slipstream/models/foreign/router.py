@@ -28,10 +28,11 @@ def routers_of(inner: PreTrainedModel, layers: list[nn.Module], source: str) -> 
         if len(routers) > 1 or bool(routers) != bool(experts):
             what = "several routers" if len(routers) > 1 else "a router without experts" if routers else "experts without a router"
             raise ModelError(
-                f"{source}: with impl = \"hf\" layer {index} has {what} that transformers exposes (its _can_record_outputs lists "
+                f'{source}: with impl = "hf" layer {index} has {what} that transformers exposes (its _can_record_outputs lists '
                 f"{[kind.__name__ for kind in kinds] or 'none'}): choices of experts could be neither recorded nor replayed"
             )
-        found |= {index: router for router in routers}
+        if routers:
+            found[index] = routers[0]
     return found
 
 
@@ -48,6 +49,7 @@ def look_at_router(router: nn.Module, hidden: int, source: str) -> tuple[int, in
 
     Raises ModelError: the router does not choose by one top-k over all experts, or does not compute gate weights at ids that are forced.
     """
+
     def refuse(problem: str) -> ModelError:
         return ModelError(f'{source}: the router {type(router).__name__} cannot be replayed with impl = "hf": {problem}')
 

@@ -38,7 +38,9 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
                 raise ModelError(f'{source}: {key} = {_short(value)} is not supported with impl = "hf": {reason}')
     kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
     if kinds:
-        raise ModelError(f'{source}: layer_types has {", ".join(kinds)}; with impl = "hf" layers may have full_attention or sliding_attention')
+        raise ModelError(
+            f'{source}: layer_types has {", ".join(kinds)}; with impl = "hf" layers may have full_attention or sliding_attention'
+        )
     for kind in _rope_kinds(config):
         if kind in ("dynamic", "longrope"):
             raise ModelError(
