@@ -44,7 +44,7 @@ class HfDecoder(LanguageModel):
         for index, router in enumerate(self._routers):
             seam(router, RouterSeam, seam_moe_layer=index, seam_experts=spec.num_experts, seam_top_k=spec.top_k)
         strict = getattr(inner, "_keep_in_fp32_modules_strict", None) or ()
-        named = [*inner.named_parameters(), *inner.named_buffers()]
+        named = [(name, t) for name, t in (*inner.named_parameters(), *inner.named_buffers()) if t.is_floating_point()]
         self._float32 = {name for name, t in named if not t.requires_grad or any(part in name for part in strict)}
         """What is float32 whatever the model: tables of angles, routing biases, and the parameters that transformers keeps so."""
         for parameter in self._kept():
