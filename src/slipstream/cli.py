@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,6 +27,7 @@ app = typer.Typer(
 
 Files = Annotated[list[Path], typer.Argument(help="Run files (TOML), later ones win", show_default=False)]
 Sets = Annotated[list[str], typer.Option("--set", "-s", help="Override one key: --set trainer.optim.lr=1e-4", show_default=False)]
+ImplOption = Annotated[Literal["auto", "hf"], typer.Option("--impl", help="hf: transformers' modules, for other architectures")]
 RunFolder = Annotated[Path, typer.Argument(help="Run folder, such as runs/quickstart", show_default=False)]
 
 
@@ -141,13 +142,16 @@ def sft(
     from slipstream.jobs.sft import warm_up
     from slipstream.launch import ranks
     from slipstream.launch.local import die_with_parent
-    from slipstream.models.spec import ModelSpec
+    from slipstream.models.impl import read_spec
     from slipstream.parallel.fit import check_fits
+    from slipstream.trainer.fit import check_trains
 
     die_with_parent()
     config = _with_model(load(RunConfig, files, sets), model)
     _check_model(config.model.path)
-    check_fits(config.trainer.parallel, ModelSpec.from_folder(config.model.path))
+    spec = read_spec(config.model.path, config.model.impl)
+    check_fits(config.trainer.parallel, spec)
+    check_trains(config.trainer, config.sft.optim if config.sft is not None else config.trainer.optim, spec)
     if ranks.needed(config.trainer.parallel.processes):
         raise typer.Exit(ranks.run(config.trainer.parallel.processes))
     warm_up(config, out)
@@ -214,12 +218,13 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Most tokens per turn")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler")] = 0,
+    impl: ImplOption = "auto",
 ) -> None:
     """Chat once with a model, with an engine in this process."""
     from slipstream.jobs.generate import chat
 
     _check_model(model)
-    for message in chat(model, prompt, env, max_tokens=max_tokens, temperature=temperature, seed=seed):
+    for message in chat(model, prompt, env, max_tokens=max_tokens, temperature=temperature, seed=seed, impl=impl):
         print(message)
 
 
@@ -292,6 +297,7 @@ def engine(
     port: Annotated[int, typer.Option(help="Port, with --model; 0 takes a free one")] = 0,
     host: Annotated[str, typer.Option(help="Address to bind, with --model")] = "127.0.0.1",
     seq_len: Annotated[int, typer.Option(help="Context in tokens, with --model")] = 1024,
+    impl: ImplOption = "auto",
     sets: Annotated[list[str], typer.Option("--set", "-s", help="Override an [engine] key: --set max_running=16", show_default=False)] = [],  # noqa: B006
 ) -> None:
     """Serve a model: OpenAI-compatible and token-in token-out, on this machine."""
@@ -306,7 +312,7 @@ def engine(
     assert model is not None
     _check_model(model)
     config = load(EngineConfig, (), [f"host={host}", f"port={port}", *sets])
-    raise typer.Exit(serve_folder(model, config, seq_len))
+    raise typer.Exit(serve_folder(model, config, seq_len, impl))
 
 
 @command("slipstream trainer runs/quickstart")

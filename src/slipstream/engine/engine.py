@@ -28,6 +28,7 @@ from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.engine.stops import StopText
 from slipstream.engine.weights import LiveWeights
 from slipstream.errors import ConfigError, EngineUnavailable, RequestError
+from slipstream.models.impl import Impl
 from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion, Routing
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,16 +56,19 @@ class StepResult:
 class EmbeddedEngine:
     """One model, one KV pool, one step loop."""
 
-    def __init__(self, folder: str | Path, config: EngineConfig, seq_len: int, seed: int = 0, version: int = 0) -> None:
+    def __init__(
+        self, folder: str | Path, config: EngineConfig, seq_len: int, seed: int = 0, version: int = 0, impl: Impl = "auto"
+    ) -> None:
         """Load the HF model in `folder` as policy version `version` (-1: nothing is live until the first commit).
 
-        `seq_len` is the context in tokens. `seed` draws the seeds of requests that bring none. Sets torch's threads to config.threads.
+        `seq_len` is the context in tokens. `seed` draws the seeds of requests that bring none. `impl`: see `models.impl`.
+        Sets torch's threads to config.threads.
         Raises ModelError or ConfigError.
         """
         torch.set_num_threads(config.threads)
         self.folder, self.config, self.seq_len = Path(folder), config, seq_len
         dtype = _DTYPES[config.dtype]
-        self._weights = LiveWeights(self.folder, dtype, version)
+        self._weights = LiveWeights(self.folder, dtype, version, impl)
         spec = self.spec = self._weights.model.spec
         if seq_len < 2:
             raise ConfigError(f"model.seq_len = {seq_len}: a context holds at least one token of prompt and one sampled; use 2 or more")

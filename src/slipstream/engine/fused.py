@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.engine.kv import KvCache
 from slipstream.models.decoder import Decoder
+from slipstream.models.language_model import LanguageModel
 from slipstream.models.layers import Attention, Block, DenseFFN, Experts, MoE
 from slipstream.models.rotary import rope_tables
 from slipstream.models.spec import ModelSpec
@@ -37,8 +38,10 @@ SERVED = frozenset(
 one, rotated whole, seeing all of their past."""
 
 
-def bind(model: Decoder, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | None:
+def bind(model: LanguageModel, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | None:
     """None: this model needs its own forward pass. `load_LE` is counted up by every step."""
+    if not isinstance(model, Decoder):
+        return None
     spec = model.spec
     counts = [spec.hidden, *((spec.num_experts, spec.expert_intermediate) if spec.moe_layers else ())]
     if len(spec.moe_layers) < spec.num_layers:

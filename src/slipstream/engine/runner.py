@@ -24,7 +24,7 @@ from slipstream.engine.kv import KvCache
 from slipstream.engine.scheduler import Plan
 from slipstream.engine.sequence import SlotTable
 from slipstream.models.context import Expand, native_route
-from slipstream.models.decoder import Decoder
+from slipstream.models.language_model import LanguageModel
 from slipstream.ops import Sight, paged_attention, paged_index, write_index, write_kv
 from slipstream.ops.fused import FusedDecoder
 
@@ -91,18 +91,18 @@ class Runner:
         self._table = table
         self._cache = cache
         self._scale = head_dim**-0.5
-        self._bound: Decoder | None = None
+        self._bound: LanguageModel | None = None
         self._fused: FusedDecoder | None = None
         self._min_rows = 1
         self._offsets_L11 = (np.arange(cache.num_moe_layers) * num_experts)[:, None, None]
         self.expert_load_LE = np.zeros((cache.num_moe_layers, num_experts if cache.num_moe_layers else 0), np.int64)
         """Tokens that each expert has processed."""
 
-    def run(self, model: Decoder, plan: Plan) -> torch.Tensor:
+    def run(self, model: LanguageModel, plan: Plan) -> torch.Tensor:
         """Process the planned tokens. Returns fp32 logits of the sequences that sample, in plan order (none: 0 rows)."""
         if model is not self._bound:
             self._bound, self._fused = model, bind(model, self._cache, self.expert_load_LE)
-            self._min_rows = MIN_ROWS if self._fused is None and model.embed.dtype == torch.float32 else 1
+            self._min_rows = MIN_ROWS if self._fused is None and model.dtype == torch.float32 else 1
         batch = self._flat(plan)
         hidden_TD = self._forward_fused(self._fused, batch) if self._fused is not None else self._forward(model, batch, plan.num_tokens)
         head = self._fused or model
@@ -117,7 +117,7 @@ class Runner:
     def _forward_fused(self, fused: FusedDecoder, b: FlatBatch) -> torch.Tensor:
         return fused.forward(b.tokens_T, b.positions_T, b.slots_T, b.block_table_SB, b.query_starts_S1, b.context_S)
 
-    def _forward(self, model: Decoder, batch: FlatBatch, num_tokens: int) -> torch.Tensor:
+    def _forward(self, model: LanguageModel, batch: FlatBatch, num_tokens: int) -> torch.Tensor:
         context = PagedContext(self._cache, batch, self._scale)
         hidden_TD = model(torch.from_numpy(batch.tokens_T), torch.from_numpy(batch.positions_T), context)
         if context.ids_LTK and self._cache.num_moe_layers:

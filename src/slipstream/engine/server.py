@@ -29,7 +29,7 @@ from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.metrics import report, write_once
 from slipstream.engine.room import check_room
 from slipstream.errors import ConfigError, EngineUnavailable
-from slipstream.models.spec import ModelSpec
+from slipstream.models.impl import Impl, read_spec
 from slipstream.observe.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
@@ -43,17 +43,19 @@ def serve_run(run_folder: Path, replica: int) -> int:
     _log_to_stderr()
     run_folder = Path(run_folder)
     config = load(RunConfig, [run_folder / "config.toml"])
-    check_room(ModelSpec.from_folder(config.model.path), config.engine, config.model.seq_len)
-    engine = EmbeddedEngine(config.model.path, config.engine, config.model.seq_len, seed=config.seed + replica, version=-1)
+    check_room(read_spec(config.model.path, config.model.impl), config.engine, config.model.seq_len)
+    engine = EmbeddedEngine(
+        config.model.path, config.engine, config.model.seq_len, seed=config.seed + replica, version=-1, impl=config.model.impl
+    )
     port = config.engine.port + replica if config.engine.port else 0
     return asyncio.run(_serve_run(engine, config, run_folder, replica, port))
 
 
-def serve_folder(model_folder: Path, engine_config: EngineConfig, seq_len: int) -> int:
+def serve_folder(model_folder: Path, engine_config: EngineConfig, seq_len: int, impl: Impl = "auto") -> int:
     """Serve a model folder until SIGTERM or Ctrl-C; the exit status. Raises ConfigError or ModelError before it serves."""
     _log_to_stderr()
-    check_room(ModelSpec.from_folder(model_folder), engine_config, seq_len)
-    engine = EmbeddedEngine(model_folder, engine_config, seq_len, version=0)
+    check_room(read_spec(model_folder, impl), engine_config, seq_len)
+    engine = EmbeddedEngine(model_folder, engine_config, seq_len, version=0, impl=impl)
     return asyncio.run(_serve_folder(engine, engine_config, Path(model_folder)))
 
 

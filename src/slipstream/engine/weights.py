@@ -6,14 +6,16 @@ retired model is kept as the next spare, so the engine holds the weights at most
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
 
 from slipstream.errors import EngineError, ModelError
-from slipstream.models.decoder import Decoder
 from slipstream.models.hf import load_hf_tensors, read_tensors
-from slipstream.models.load import build_model, load_model
+from slipstream.models.impl import Impl
+from slipstream.models.language_model import LanguageModel
+from slipstream.models.load import load_model
 from slipstream.transport.weights import TENSORS_FILE, fingerprint, fingerprint_file, read_header, verify
 from slipstream.types import PolicyVersion
 
@@ -21,15 +23,14 @@ from slipstream.types import PolicyVersion
 class LiveWeights:
     """Which policy version samples, and which one is ready to."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, number: int) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, number: int, impl: Impl = "auto") -> None:
         """Loads the model folder as version `number`. Raises ModelError when it cannot be used."""
-        self._dtype = dtype
-        self.model: Decoder = load_model(folder, dtype).eval().requires_grad_(False)
+        self.model: LanguageModel = load_model(folder, dtype, impl=impl).eval().requires_grad_(False)
         self.number = number
         self.fingerprint = fingerprint_folder(folder)
         self.prepared: PolicyVersion | None = None
-        self._prepared_model: Decoder | None = None
-        self._spare: Decoder | None = None
+        self._prepared_model: LanguageModel | None = None
+        self._spare: LanguageModel | None = None
 
     def prepare(self, version: PolicyVersion) -> None:
         """Load and verify. The live weights, and those prepared before, stay as they are when it fails.
@@ -43,7 +44,7 @@ class LiveWeights:
             tensors = read_tensors(version.path)
         except ModelError as error:
             raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
-        spare = self._spare or build_model(self.model.spec, self._dtype, "meta").to_empty(device="cpu").eval().requires_grad_(False)
+        spare = self._spare or copy.deepcopy(self.model)
         try:
             load_hf_tensors(spare, tensors)
         except ModelError as error:

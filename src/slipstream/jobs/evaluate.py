@@ -44,7 +44,9 @@ def evaluate(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 async def _evaluate(config: RunConfig) -> dict[str, dict[str, Any]]:
     tokenizer = ChatTokenizer.load(config.model.path)
-    engine = EmbeddedEngine(config.model.path, config.engine, config.model.seq_len, seed=config.seed, version=VERSION)
+    engine = EmbeddedEngine(
+        config.model.path, config.engine, config.model.seq_len, seed=config.seed, version=VERSION, impl=config.model.impl
+    )
     async with local_engine(engine) as port:
         envs = [_bind(config, env, port, tokenizer) for env in config.envs]
         # one try: there is no other process that could come back, and a deadline that was missed once would be missed again

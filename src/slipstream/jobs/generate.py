@@ -13,11 +13,11 @@ from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.local import local_engine
 from slipstream.envs.base import Env, load_env
 from slipstream.envs.play import EnvPlayer
-from slipstream.models.spec import ModelSpec
+from slipstream.models.impl import Impl, read_spec
 from slipstream.types import GenerateRequest, Sampling
 
 
-def chat(model: Path, prompt: str, env: str | None, *, max_tokens: int, temperature: float, seed: int) -> list[str]:
+def chat(model: Path, prompt: str, env: str | None, *, max_tokens: int, temperature: float, seed: int, impl: Impl = "auto") -> list[str]:
     """The model's reply to one user message, as lines to print; with `env`, the whole conversation with its tools.
 
     Raises ConfigError or ModelError: a model, an environment or a setting that cannot be used.
@@ -25,8 +25,8 @@ def chat(model: Path, prompt: str, env: str | None, *, max_tokens: int, temperat
     import torch
 
     torch.set_num_threads(1)
-    seq_len = min(ModelSpec.from_folder(model).max_positions, 4096)
-    engine = EmbeddedEngine(model, EngineConfig(max_running=4, max_step_tokens=512), seq_len, seed=seed, version=0)
+    seq_len = min(read_spec(model, impl).max_positions, 4096)
+    engine = EmbeddedEngine(model, EngineConfig(max_running=4, max_step_tokens=512), seq_len, seed=seed, version=0, impl=impl)
     sampling = validate(SamplingConfig, {"temperature": temperature, "max_tokens": min(max_tokens, seq_len - 1)})
     if env is None:
         return asyncio.run(_reply(engine, ChatTokenizer.load(model), prompt, sampling, seed))

@@ -17,7 +17,7 @@ from slipstream.launch import run_folder
 from slipstream.launch.local import RoleDied, Supervisor
 from slipstream.launch.ranks import free_port
 from slipstream.launch.topology import processes
-from slipstream.models.spec import ModelSpec
+from slipstream.models.impl import read_spec
 from slipstream.observe.dashboard import Dashboard
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import print_summary, summarise
@@ -78,7 +78,7 @@ def check_inputs(config: RunConfig) -> None:
             import_function(env.advantage.path, f"envs[{env.label}].advantage.path")
     if config.trainer.loss.type == "custom":
         import_function(config.trainer.loss.path, "trainer.loss.path")
-    spec = ModelSpec.from_folder(config.model.path)
+    spec = read_spec(config.model.path, config.model.impl)
     ChatTokenizer.load(config.model.path)
     for problem in problems(config, spec):
         raise problem

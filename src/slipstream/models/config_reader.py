@@ -58,6 +58,18 @@ class Reader:
         if not accepts(value):
             raise ModelError(f"{self.source}: {key} = {value!r} is not supported; slipstream implements {key} = {implemented} only")
 
+    def refuse_quantised(self) -> None:
+        """Raises ModelError: weights quantised in another way than block-scaled FP8."""
+        plain = "null (weights in float32, bfloat16 or float16: see docs/models.md for how to convert)"
+        block = "{'quant_method': 'fp8', 'weight_block_size': [128, 128]}"
+        self.refuse_unless("quantization_config", lambda value: off(value) or _block_fp8(value), f"{plain}, or {block}")
+
+
+def _block_fp8(value: Any) -> bool:
+    """Weights in E4M3 with a float32 scale for each block (see `models.matrices`); how activations are quantised concerns an engine."""
+    kind = (value.get("quant_method"), value.get("fmt", "e4m3"), value.get("weight_block_size")) if isinstance(value, dict) else ()
+    return kind == ("fp8", "e4m3", [128, 128])
+
 
 def off(value: Any) -> bool:
     """Whether the value of an option says that it is not used."""

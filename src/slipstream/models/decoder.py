@@ -5,21 +5,23 @@ Shapes: T tokens, D hidden features, V vocabulary, r rotated features of a head,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.models.context import Context
+from slipstream.models.language_model import LanguageModel
 from slipstream.models.layers import Block, empty
-from slipstream.models.names import NameTable
+from slipstream.models.names import EMBEDDING, NameTable
 from slipstream.models.rotary import rope_tables
 from slipstream.models.spec import ModelSpec
 from slipstream.ops import rms_norm
 
 
-class Decoder(nn.Module):
-    """A decoder-only language model. Build it with `slipstream.models.load`."""
+class Decoder(LanguageModel):
+    """A model of one of our families."""
 
     def __init__(self, spec: ModelSpec, block: Callable[[ModelSpec, int], Block], names: NameTable) -> None:
         super().__init__()
@@ -31,7 +33,6 @@ class Decoder(nn.Module):
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, ctx: Context) -> Tensor:
-        """Hidden states [T, D] after the final norm. Ids and positions are int32 or int64; positions lie below `spec.max_positions`."""
         x_TD = F.embedding(token_ids_T, self.embed)
         cos_Pr, sin_Pr = self._rope_tables(x_TD)
         cos_Tr, sin_Tr = cos_Pr.index_select(0, positions_T), sin_Pr.index_select(0, positions_T)
@@ -41,12 +42,23 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]; the embedding itself where the two are tied."""
         return self.embed if self.head is None else self.head
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        """[T, V] of hidden states as `forward` returns them."""
-        return F.linear(hidden_TD, self.head_weight)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return list(self.layers)
+
+    @property
+    def router_parameters(self) -> Sequence[nn.Parameter]:
+        return [p for name, p in self.named_parameters() if name.endswith((".router", ".router_logit_bias"))]
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        return {"lm_head.weight": EMBEDDING} if self.head is None else {}
 
     def _rope_tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [P, r], made at the first pass: a model built on the meta device has no place for them before.

@@ -26,20 +26,18 @@ def read_options(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     family = config.get("model_type")
     if family not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
-        raise ModelError(f"{source}: model_type = {family!r} is not supported; slipstream implements {supported}")
+        raise ModelError(
+            f"{source}: model_type = {family!r} is not supported; slipstream implements {supported}. Others may run, slower, through "
+            'transformers\' own modules: set model.impl = "hf" in the run file, or --impl hf on the command line'
+        )
     known = _FAMILIES[family]
     reader.refuse_unless("architectures", lambda names: names is None or known.architecture in names, f"[{known.architecture!r}]")
     kinds = " or ".join(repr(kind) for kind in known.layer_kinds)
     reader.refuse_unless("layer_types", lambda given: given is None or set(given) <= {*known.layer_kinds}, f"{kinds} in every layer")
     for key, implemented, accepts in _IMPLEMENTED:
         reader.refuse_unless(key, accepts, implemented)
+    reader.refuse_quantised()
     return {"family": family, **_common_fields(reader), **known.fields(reader)}
-
-
-def _block_fp8(value: Any) -> bool:
-    """Weights in E4M3 with a float32 scale for each block (see `models.matrices`); how activations are quantised concerns an engine."""
-    kind = (value.get("quant_method"), value.get("fmt", "e4m3"), value.get("weight_block_size")) if isinstance(value, dict) else ()
-    return kind == ("fp8", "e4m3", [128, 128])
 
 
 _IMPLEMENTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
@@ -48,12 +46,6 @@ _IMPLEMENTED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("attention_dropout", "0", off),
     ("mlp_bias", "false", off),
     ("rope_interleaved", "false", off),
-    (
-        "quantization_config",
-        "null (weights in float32, bfloat16 or float16: see docs/models.md for how to convert), "
-        "or {'quant_method': 'fp8', 'weight_block_size': [128, 128]}",
-        lambda value: off(value) or _block_fp8(value),
-    ),
 )
 """Options that change the numbers: key, what is implemented, and whether a value means that. A key that is absent is None."""
 

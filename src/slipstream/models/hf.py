@@ -20,15 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.models.decoder import Decoder
 from slipstream.models.folders import atomic_folder
+from slipstream.models.language_model import LanguageModel
 from slipstream.models.matrices import SCALE_SUFFIX, TILE
 from slipstream.models.spec import ModelSpec
 from slipstream.ops.fp8 import WEIGHT, Quantised
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-EMBEDDING = "model.embed_tokens.weight"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("_scale", "_scale_inv", "_scales")
@@ -38,19 +37,19 @@ _DERIVED = ".rotary_emb.inv_freq"
 """Old Llama checkpoints store this table; it follows from config.json."""
 
 
-def hf_views(model: Decoder, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def hf_views(model: LanguageModel, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Views of the parameters (or of `tensors` under our parameter names, such as gradients) under HF names and in HF shapes."""
     own = {name: p.detach() for name, p in model.named_parameters()} if tensors is None else tensors
     return model.names.views(model.spec, own)
 
 
-def hf_tensors(model: Decoder) -> dict[str, Tensor]:
+def hf_tensors(model: LanguageModel) -> dict[str, Tensor]:
     """The weights in the form of the checkpoint: HF names, contiguous. Some share memory with the model: copy to keep them."""
     return {name: view.contiguous() for name, view in hf_views(model).items()}
 
 
 @torch.no_grad()
-def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], files: Mapping[str, Path] | None = None) -> None:
+def load_hf_tensors(model: LanguageModel, tensors: Mapping[str, Tensor], files: Mapping[str, Path] | None = None) -> None:
     """Copy tensors under HF names into the model, converting to its dtype; FP8 ones are dequantised one at a time.
 
     `files` (tensor to file) makes errors say where. Raises ModelError, before anything is changed: a tensor is missing, unexpected, of
@@ -65,7 +64,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], files: Mappin
         view.copy_(_plain(tensors, name))
 
 
-def _problems(model: Decoder, views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> list[str]:
+def _problems(model: LanguageModel, views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> list[str]:
     found = []
     for name, view in views.items():
         given, where = tensors.get(name), f" in {files[name]}" if name in files else ""
@@ -78,9 +77,9 @@ def _problems(model: Decoder, views: Mapping[str, Tensor], tensors: Mapping[str,
         elif given.dtype not in _DTYPES:
             found.append(_quantised(name, where, given.dtype))
     for name in tensors.keys() - views.keys():
-        tied_copy = name == "lm_head.weight" and model.head is None
-        if tied_copy and not _equal(tensors[name], tensors.get(EMBEDDING)):
-            found.append("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings = true")
+        tied_copy = name in model.tied_names
+        if tied_copy and not _equal(tensors[name], tensors.get(model.tied_names[name])):
+            found.append(f"tensor {name} differs from the embedding, but config.json says tie_word_embeddings = true")
         elif not tied_copy and not name.endswith(_DERIVED) and not _is_carried(model.spec, name) and not _is_scale(tensors, name):
             where = f" in {files[name]}" if name in files else ""
             quantised = tensors[name].dtype not in _DTYPES or name.endswith(_SCALES)
@@ -198,7 +197,7 @@ def _unreadable(file: Path, error: Exception) -> ModelError:
     return ModelError(f"{file} ({size} bytes) is truncated or not a safetensors file: {error}")
 
 
-def save_folder(model: Decoder, folder: str | Path, like: str | Path, shard_bytes: int | None = None) -> None:
+def save_folder(model: LanguageModel, folder: str | Path, like: str | Path, shard_bytes: int | None = None) -> None:
     """`save_tensors` of the weights of `model`."""
     save_tensors(hf_tensors(model), model.spec, folder, like, shard_bytes)
 
@@ -208,7 +207,7 @@ def save_tensors(
 ) -> None:
     """Write an HF folder: the weights `tensors` (HF names), and config, tokenizer and templates, as they are in the folder `like`.
 
-    So are tensors of prediction layers, which a `Decoder` does not have. `shard_bytes` None: one file.
+    So are tensors of prediction layers, which a model does not have. `shard_bytes` None: one file.
     Atomic: `folder` is whole or absent, and replaces an earlier one of that name.
     Raises ModelError: `like` is no model folder.
     """
@@ -216,7 +215,7 @@ def save_tensors(
     if not (like / "config.json").is_file():
         raise ModelError(f"{like} is not a model folder: it has no config.json to copy")
     with atomic_folder(folder) as fresh:
-        dtype = tensors[EMBEDDING].dtype
+        dtype = max(tensors.values(), key=lambda tensor: tensor.numel()).dtype  # small ones may stay float32 whatever the model's
         _copy_companions(like, fresh, str(dtype).removeprefix("torch."))
         write_tensors(fresh, {**tensors, **_carried(spec, like, dtype)}, shard_bytes)
 

@@ -1,4 +1,4 @@
-"""From a folder or a spec to a `Decoder`. The one list of families is here (their config readers are in `spec`)."""
+"""From a folder or a spec to a model. The one list of families is here (their config readers are in `spec`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from slipstream.models import deepseek_v3, deepseek_v32, glm4_moe, glm_moe_dsa, gpt_oss, hf, llama, minimax_m2, qwen3, qwen3_moe
 from slipstream.models.decoder import Decoder
+from slipstream.models.impl import Impl
+from slipstream.models.language_model import LanguageModel
 from slipstream.models.spec import ModelSpec
 
 _FAMILIES = {
@@ -36,12 +38,18 @@ def build_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: tor
     return model
 
 
-def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+def load_model(
+    folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", impl: Impl = "auto"
+) -> LanguageModel:
     """The model of an HF folder, converted to `dtype`.
 
     Raises ModelError: an unsupported architecture, or a file or tensor that is missing, truncated or of the wrong shape.
     """
     folder = Path(folder)
+    if impl == "hf":
+        from slipstream.models.foreign.decoder import load_hf_model  # transformers' modelling code: seconds to import
+
+        return load_hf_model(folder, dtype, device)
     spec = ModelSpec.from_folder(folder)
     family = _FAMILIES[spec.family]
     with torch.device("meta"):

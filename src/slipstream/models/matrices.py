@@ -13,7 +13,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from slipstream.errors import StateError
-from slipstream.models.names import Columns, ExpertColumns, NameTable
+from slipstream.models.names import Columns, ExpertColumns, Names
 from slipstream.models.spec import ModelSpec
 
 TILE = 128
@@ -50,7 +50,7 @@ def is_matrix(hf_name: str) -> bool:
     return last in MATRICES
 
 
-def fused_columns(names: NameTable, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def fused_columns(names: Names, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Our parameters that are matrices in this sense: name to the widths of the checkpoint's matrices that lie side by side in it.
 
     Holds every entry of the family, also those that this model does not have. Each of the checkpoint's matrices is quantised (or

@@ -22,6 +22,22 @@ Parts = tuple[tuple[str, str], ...]
 """(HF name, attribute of ModelSpec with the number of features, such as "latent.q_rank") side by side in one fused parameter."""
 
 
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Names(Protocol):
+    """How a model's parameters lie in the checkpoint's tensors: a `NameTable`, or what transformers says (`hf_decoder`)."""
+
+    @property
+    def layer(self) -> tuple[Entry, ...]:
+        """The entries of one decoder layer; () where there is no table."""
+        ...
+
+    def views(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Views under HF names of tensors under our names (parameters, their gradients, or anything of the same shapes)."""
+        ...
+
+
 class Entry(Protocol):
     """One parameter of ours (`ours` may hold '{layer}') and its views."""
 
@@ -120,7 +136,7 @@ class NameTable:
 
 
 DECODER = (
-    Same("embed", "model.embed_tokens.weight"),
+    Same("embed", EMBEDDING),
     Same("norm", "model.norm.weight"),
     Same("head", "lm_head.weight"),
 )

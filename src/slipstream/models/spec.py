@@ -87,15 +87,7 @@ class ModelSpec:
 
         Raises ModelError: the file is missing or broken, or the architecture or one of its options is not supported.
         """
-        folder = Path(folder)
-        file = folder / "config.json"
-        if not file.is_file():
-            raise ModelError(f"{folder} is not a model folder: it has no config.json; expected an HF folder as save_pretrained writes it")
-        config = dict(_read_object(file))
-        generation = folder / "generation_config.json"
-        if generation.is_file() and (eos := _read_object(generation).get("eos_token_id")) is not None:
-            config["eos_token_id"] = eos
-        return cls.from_config(config, str(file))
+        return cls.from_config(read_config(folder), str(Path(folder) / "config.json"))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], source: str = "config") -> ModelSpec:
@@ -227,6 +219,19 @@ def _check_groups(spec: ModelSpec, source: str) -> None:
         raise ModelError(
             f"{source}: num_experts_per_tok = {spec.top_k}, but topk_group = {spec.top_groups} groups hold {spec.top_groups * size} experts"
         )
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """`config.json` of a model folder, with the end-of-reply ids of `generation_config.json` where it has them. Raises ModelError."""
+    folder = Path(folder)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{folder} is not a model folder: it has no config.json; expected an HF folder as save_pretrained writes it")
+    config = dict(_read_object(file))
+    generation = folder / "generation_config.json"
+    if generation.is_file() and (eos := _read_object(generation).get("eos_token_id")) is not None:
+        config["eos_token_id"] = eos
+    return config
 
 
 def _read_object(file: Path) -> Mapping[str, Any]:

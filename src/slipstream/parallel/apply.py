@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.decoder import Decoder
+from slipstream.models.language_model import LanguageModel
 from slipstream.parallel.expert import share_experts
 from slipstream.parallel.fit import check_fits
 from slipstream.parallel.fsdp import shard
 from slipstream.parallel.mesh import Mesh
 
 
-def parallelise(model: Decoder, mesh: Mesh, dtype: torch.dtype, recompute: bool) -> None:
+def parallelise(model: LanguageModel, mesh: Mesh, dtype: torch.dtype, recompute: bool) -> None:
     """Change `model` in place. Raises ConfigError: it cannot be spread so.
 
     1. experts are shared out: what is left of them is what FSDP shards;
@@ -23,15 +26,16 @@ def parallelise(model: Decoder, mesh: Mesh, dtype: torch.dtype, recompute: bool)
     """
     check_fits(mesh.config, model.spec)
     if mesh.config.ep > 1:
+        assert isinstance(model, Decoder)  # others run alone: `trainer.fit`
         share_experts(model, mesh)
     if recompute:
         _recompute_layers(model)
     if not mesh.alone:
+        assert isinstance(model, Decoder)
         shard(model, mesh, dtype)
 
 
-def _recompute_layers(model: Decoder) -> None:
+def _recompute_layers(model: LanguageModel) -> None:
     """Drop each layer's activations after the forward pass and compute them again in the backward pass (arXiv 1604.06174)."""
-    for layer in model.layers:
-        forward = layer.forward
-        layer.forward = lambda *args, _forward=forward: checkpoint(_forward, *args, use_reentrant=False, preserve_rng_state=False)
+    for layer in model.decoder_layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.errors import ConfigError
+from slipstream.models.foreign.spec import HfSpec
 from slipstream.models.spec import ModelSpec
 
 
 def check_trains(config: TrainerConfig, optim: OptimConfig, spec: ModelSpec) -> None:
     """Raises ConfigError: settings that contradict each other, or that the model has nothing for."""
+    if isinstance(spec, HfSpec):
+        _check_impl(config, optim, spec)
     processes = config.parallel.processes
     if processes > 1 and (config.dtype == "float8" or optim.type == "muon"):
         what = 'trainer.dtype = "float8"' if config.dtype == "float8" else 'optim.type = "muon"'
@@ -23,3 +26,18 @@ def check_trains(config: TrainerConfig, optim: OptimConfig, spec: ModelSpec) -> 
             f"trainer.balance_rate = {config.balance_rate}: loss-free balancing moves a routing bias, and models of the family "
             f"{spec.family!r} have none; set trainer.balance_rate = 0 (or trainer.freeze_router = true against drift)"
         )
+
+
+def _check_impl(config: TrainerConfig, optim: OptimConfig, spec: HfSpec) -> None:
+    """With transformers' own modules (`model.impl = "hf"`) nothing works that needs to know the parts of a model."""
+    problem = ""
+    if config.parallel.processes > 1:
+        problem = f"trainer.parallel.processes = {config.parallel.processes}: sharding knows our own layers only; set one process"
+    elif config.dtype == "float8":
+        problem = 'trainer.dtype = "float8": the precision map knows our own matrices only; set "bfloat16" or "float32"'
+    elif optim.type == "muon":
+        problem = 'optim.type = "muon": it must know which parameters are matrices side by side; set "adamw", "sgd" or "sign_sgd"'
+    elif config.balance_rate:
+        problem = f"trainer.balance_rate = {config.balance_rate}: it must know the routing bias; set 0"
+    if problem:
+        raise ConfigError(f'{problem}, or use a family that slipstream has ({spec.family!r} runs with model.impl = "hf")')

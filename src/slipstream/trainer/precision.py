@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.train import TrainerConfig
-from slipstream.models.decoder import Decoder
+from slipstream.models.language_model import LanguageModel
 from slipstream.models.matrices import fused_columns
 from slipstream.ops.fp8_weight import Fp8Errors, Fp8Weight
 from slipstream.parallel.mesh import ALONE, Mesh
@@ -29,7 +29,7 @@ from slipstream.parallel.mesh import ALONE, Mesh
 class Weights:
     """`master` is optimised and checkpointed; `compute` runs and is published."""
 
-    def __init__(self, master: Decoder, config: TrainerConfig, mesh: Mesh = ALONE) -> None:
+    def __init__(self, master: LanguageModel, config: TrainerConfig, mesh: Mesh = ALONE) -> None:
         self.master = master
         self.compute = master
         self._fp8: list[Fp8Weight] = []
@@ -63,7 +63,7 @@ class Weights:
         return metrics | ({"trainer/fp8/grad_underflow_frac": errors["grad"][1]} if "grad" in errors else {})
 
 
-def multiply_in_fp8(model: Decoder, power_of_two: bool, errors: Fp8Errors) -> list[Fp8Weight]:
+def multiply_in_fp8(model: LanguageModel, power_of_two: bool, errors: Fp8Errors) -> list[Fp8Weight]:
     """Replace the matrices of the precision map by weights that are multiplied in FP8. Returns them."""
     columns, made = fused_columns(model.names, model.spec), []
     for name, parameter in list(model.named_parameters()):

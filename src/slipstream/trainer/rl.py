@@ -26,8 +26,8 @@ import torch
 from slipstream.config import RunConfig, load
 from slipstream.errors import ModelError, TrainerError
 from slipstream.models.hf import save_tensors
+from slipstream.models.impl import read_spec
 from slipstream.models.load import load_model
-from slipstream.models.spec import ModelSpec
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.parallel.mesh import joined
 from slipstream.trainer import checkpoint, progress
@@ -53,7 +53,9 @@ def main(run_folder: Path) -> int:
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
     with joined(config.trainer.parallel, config.trainer.batch_timeout_s + COLLECTIVE_S) as mesh:
-        learner = Learner(load_model(config.model.path), config.trainer, config.trainer.optim, config.max_steps, mesh)
+        learner = Learner(
+            load_model(config.model.path, impl=config.model.impl), config.trainer, config.trainer.optim, config.max_steps, mesh
+        )
         if not mesh.leads:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader stops at a step boundary, and says so
             follow(learner)
@@ -101,7 +103,7 @@ class RlTrainer:
         if self._checkpointed != self.step:
             self._checkpoint(final=True)
         if not self._stopping:
-            spec = ModelSpec.from_folder(self.config.model.path)
+            spec = read_spec(self.config.model.path, self.config.model.impl)
             save_tensors(self.team.published(), spec, self.run_folder / "final", like=self.config.model.path)
 
     def _receive(self) -> Batch | Finish | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.context import FullContext
-from slipstream.models.decoder import Decoder
+from slipstream.models.language_model import LanguageModel
 from slipstream.models.spec import ModelSpec
 from slipstream.parallel.mesh import Mesh
 from slipstream.types import MicroBatch
@@ -75,7 +75,7 @@ class RoutingStats:
 
 
 @torch.no_grad()
-def balance(model: Decoder, load_LE: np.ndarray, rate: float) -> None:
+def balance(model: LanguageModel, load_LE: np.ndarray, rate: float) -> None:
     """Loss-free balancing: b += rate · sign(mean load - load), for every expert of every MoE layer (arXiv 2408.15664, algorithm 1).
 
     `load_LE` counts the whole batch, whatever the rows, by the choice of this router: what the bias controls. Forced ids are those of

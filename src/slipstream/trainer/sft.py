@@ -16,8 +16,8 @@ from slipstream.config import RunConfig, validate
 from slipstream.config.train import PolicyGradientLoss, SftConfig
 from slipstream.errors import ConfigError, TrainerError
 from slipstream.models.hf import save_tensors
+from slipstream.models.impl import read_spec
 from slipstream.models.load import load_model
-from slipstream.models.spec import ModelSpec
 from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.trainer.step import Learner, StepOutcome
 from slipstream.trainer.team import Team, follow
@@ -57,7 +57,7 @@ def train(
             metrics = _metrics(outcome, time.perf_counter() - start)
             if on_step is not None:
                 on_step(step, metrics)
-        save_tensors(team.published(), ModelSpec.from_folder(model_folder), out_folder, like=model_folder)
+        save_tensors(team.published(), read_spec(model_folder, config.model.impl), out_folder, like=model_folder)
     return metrics
 
 
@@ -69,7 +69,7 @@ def assist(model_folder: Path, config: RunConfig, mesh: Mesh) -> None:
 
 def _learner(model_folder: Path, config: RunConfig, sft: SftConfig, mesh: Mesh) -> Learner:
     trainer = config.trainer.replace(loss=validate(PolicyGradientLoss, {}))
-    return Learner(load_model(model_folder), trainer, sft.optim, sft.steps, mesh)
+    return Learner(load_model(model_folder, impl=config.model.impl), trainer, sft.optim, sft.steps, mesh)
 
 
 def draws(num_samples: int, size: int, seed: int) -> Iterator[list[int]]:

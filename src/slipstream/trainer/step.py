@@ -19,8 +19,8 @@ from torch import Tensor
 from slipstream.algorithms.losses import loss_fn
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.errors import StateError
-from slipstream.models.decoder import Decoder
 from slipstream.models.hf import hf_views, load_hf_tensors
+from slipstream.models.language_model import LanguageModel
 from slipstream.models.load import build_model
 from slipstream.models.matrices import fused_columns
 from slipstream.ops import token_logprobs
@@ -56,7 +56,7 @@ class Learner:
     One in each process of the trainer; all of them call every method together, with the same arguments.
     """
 
-    def __init__(self, model: Decoder, config: TrainerConfig, optim: OptimConfig, max_steps: int, mesh: Mesh = ALONE) -> None:
+    def __init__(self, model: LanguageModel, config: TrainerConfig, optim: OptimConfig, max_steps: int, mesh: Mesh = ALONE) -> None:
         """`model` holds float32 weights, all of them. Raises ConfigError: the model cannot do what `config` asks for."""
         _prepare(model, config, optim)
         self.config, self.optim, self.max_steps, self.mesh = config, optim, max_steps, mesh
@@ -122,7 +122,7 @@ class Learner:
         self.weights.sync()
         load_optimizer_tensors(self.optimizer, self.names, moments, self.mesh)
 
-    def _gathered(self, model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def _gathered(self, model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         kept = gather({name: p.detach() for name, p in model.named_parameters()}, self.mesh, dtype)
         return {name: view.contiguous() for name, view in hf_views(model, kept).items()}
 
@@ -190,9 +190,8 @@ def _check(batch: Batch) -> None:
         raise StateError(f"batch of step {batch.step}: a document's first token carries loss, but nothing before it predicts it")
 
 
-def _prepare(model: Decoder, config: TrainerConfig, optim: OptimConfig) -> None:
+def _prepare(model: LanguageModel, config: TrainerConfig, optim: OptimConfig) -> None:
     check_trains(config, optim, model.spec)
     if config.freeze_router:
-        for name, parameter in model.named_parameters():
-            if name.endswith((".router", ".router_logit_bias")):
-                parameter.requires_grad_(False)
+        for parameter in model.router_parameters:
+            parameter.requires_grad_(False)

@@ -13,6 +13,7 @@ from slipstream.config.serve import EngineConfig
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.models import hf
 from slipstream.models.context import FullContext
+from slipstream.models.impl import Impl
 from slipstream.models.load import build_model, load_model
 from slipstream.models.spec import ModelSpec
 from slipstream.types import Completion, GenerateRequest, Sampling
@@ -53,10 +54,10 @@ def write_model(folder: Path, moe: bool, seed: int = 1, **overrides) -> Path:
     return folder
 
 
-def make_engine(folder: Path, version: int = 0, seq_len: int = SEQ_LEN, **config) -> EmbeddedEngine:
+def make_engine(folder: Path, version: int = 0, seq_len: int = SEQ_LEN, impl: Impl = "auto", **config) -> EmbeddedEngine:
     """An engine with blocks of 4 tokens and 1 MiB of KV: about 170 blocks, so that a dozen long sequences fill it."""
     values = {"block_tokens": 4, "kv_memory_mib": 1, "max_running": 64, "max_step_tokens": 256, **config}
-    return EmbeddedEngine(folder, EngineConfig(**values), seq_len, version=version)
+    return EmbeddedEngine(folder, EngineConfig(**values), seq_len, version=version, impl=impl)
 
 
 def prompt(seed: int, length: int) -> np.ndarray:
@@ -89,8 +90,8 @@ def run(engine: EmbeddedEngine, requests: Iterable[GenerateRequest], each_step: 
 class Reference:
     """The model without an engine: one full forward pass over a whole sequence."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = load_model(folder)
+    def __init__(self, folder: Path, impl: Impl = "auto") -> None:
+        self.model = load_model(folder, impl=impl)
 
     @torch.no_grad()
     def score(self, tokens_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
