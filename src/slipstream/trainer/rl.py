@@ -27,6 +27,7 @@ from slipstream.config import RunConfig, load
 from slipstream.errors import ModelError, TrainerError
 from slipstream.models.hf import save_tensors
 from slipstream.models.load import load_model
+from slipstream.models.peft import write_adapter
 from slipstream.models.spec import ModelSpec
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.parallel.mesh import joined
@@ -103,6 +104,8 @@ class RlTrainer:
         if not self._stopping:
             spec = ModelSpec.from_folder(self.config.model.path)
             save_tensors(self.team.published(), spec, self.run_folder / "final", like=self.config.model.path)
+            if self.team.adapters is not None:
+                write_adapter(self.run_folder / "adapter", self.team.adapters, self.config.model.path)
 
     def _receive(self) -> Batch | Finish | None:
         with self._timed("wait_batch", self.step + 1) as timing:
