@@ -95,7 +95,7 @@ class Adapters:
             f"{PEFT_PREFIX}{module}.{name}.weight": view.mT
             for site in self.sites
             for name, parameter in zip(("lora_A", "lora_B"), self._pair(site), strict=True)
-            for module, view in _one_by_one(site, parameter.detach())
+            for module, view in zip(self.modules(site), _one_by_one(parameter.detach()), strict=True)
         }
 
     def load(self, tensors: Mapping[str, Tensor], source: str) -> None:
@@ -113,6 +113,12 @@ class Adapters:
             raise ModelError(f"{source} does not fit the adapters of this run: {'; '.join(sorted(problems)[:5])}{more}")
         for name, view in views.items():
             view.copy_(tensors[name])
+
+    def modules(self, site: Site) -> list[str]:
+        """Names of the modules in the checkpoint, one for each expert where there are experts."""
+        if site.kind != "experts":
+            return [site.module]
+        return [site.module.replace("{expert}", str(expert)) for expert in range(len(self._base[site]))]
 
     def _pair(self, site: Site) -> tuple[nn.Parameter, nn.Parameter]:
         return self.parameters[f"{site.module}.lora_A"], self.parameters[f"{site.module}.lora_B"]
@@ -161,12 +167,8 @@ def _kept(base: Tensor) -> Tensor:
     return half if torch.equal(half.to(base.dtype), base) else base.clone()
 
 
-def _one_by_one(site: Site, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if tensor.ndim == 2:
-        yield site.module, tensor
-    else:
-        for expert, matrix in enumerate(tensor.unbind(0)):
-            yield site.module.replace("{expert}", str(expert)), matrix
+def _one_by_one(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor,) if tensor.ndim == 2 else tensor.unbind(0)
 
 
 def _problems(name: str, given: Tensor, view: Tensor) -> list[str]:

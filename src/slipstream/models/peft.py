@@ -29,7 +29,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 """What these keys may say where they are given. Other first values (PiSSA and its kin) change the base weights."""
 _OFF = (
     *("fan_in_fan_out", "use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "rank_pattern", "alpha_pattern"),
-    *("modules_to_save", "trainable_token_indices", "layer_replication", "target_parameters", "alora_invocation_tokens"),
+    *("modules_to_save", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
     *("arrow_config", "kasa_config", "velora_config", "monteclora_config", "megatron_config"),
 )
 """Keys that must be absent, null, false or empty."""
@@ -70,13 +70,15 @@ def read_adapter(folder: Path) -> PeftAdapter:
 def write_adapter(folder: Path, adapters: Adapters, base_model: Path) -> None:
     """Write the adapters in float32. Atomic, as `folders.atomic_folder`. `base_model` is named as what they belong to."""
     alpha = int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha
+    modules, parameters = targets(adapters)
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base_model),
         "r": adapters.rank,
         "lora_alpha": alpha,
-        "target_modules": target_modules(adapters),
+        "target_modules": modules,
+        "target_parameters": parameters or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -89,9 +91,16 @@ def write_adapter(folder: Path, adapters: Adapters, base_model: Path) -> None:
         save_file(tensors, fresh / TENSORS, metadata={"format": "pt"})
 
 
-def target_modules(adapters: Adapters) -> list[str]:
-    """By the last name where all modules of that name have an adapter (PEFT takes it for all of them), else in full."""
+def targets(adapters: Adapters) -> tuple[list[str], list[str]]:
+    """target_modules and target_parameters: what PEFT gives adapters to.
+
+    Modules stand by their last name where all modules of that name have an adapter (PEFT takes it for all of them), else in full. In a
+    model with experts PEFT (0.21, with transformers 5) takes a name such as `gate_proj` for the experts', which transformers keeps
+    fused, and loses dense layers that have it too: those stand among the parameters.
+    """
+    of_experts = {site.last for site in adapters.possible if site.kind == "experts"}
+    hidden = [site for site in adapters.sites if site.kind == "dense" and site.last in of_experts]
     short = {site.last for site in adapters.possible} - {site.last for site in adapters.possible if site not in adapters.sites}
-    names = {name.split(".lora_")[0] for name in adapters.tensors()}
-    full = {name.removeprefix("base_model.model.") for name in names}
-    return sorted({name.rpartition(".")[2] if name.rpartition(".")[2] in short else name for name in full})
+    rest = [site for site in adapters.sites if site not in hidden]
+    modules = {site.last if site.last in short else module for site in rest for module in adapters.modules(site)}
+    return sorted(modules), sorted(f"{site.module}.weight" for site in hidden)
