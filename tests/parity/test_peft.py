@@ -46,7 +46,8 @@ def test_peft_reads_our_adapters_and_computes_what_our_merged_model_does(name: s
         before = our_logits(ours, ids_T)
         for parameter in adapters.parameters.values():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
-        adapters.merge(ours)
+        for name in adapters.within:
+            adapters.merge(name, ours.get_parameter(name).detach())
         write_adapter(tmp_path / "adapter", adapters, tmp_path / "model")
         theirs = peft.PeftModel.from_pretrained(their_model(tmp_path / "model"), tmp_path / "adapter")
         logits = our_logits(ours, ids_T)

@@ -193,11 +193,6 @@ class TrainerConfig(Section):
                 f"trainer.lora and trainer.balance_rate = {self.balance_rate}: loss-free balancing moves the routing bias, which no "
                 "adapter holds; set balance_rate = 0, or leave [trainer.lora] out"
             )
-        if self.lora is not None and self.parallel.processes > 1:
-            raise ValueError(
-                f"trainer.lora and trainer.parallel.processes = {self.parallel.processes}: adapters are not sharded over processes yet; "
-                "set processes = 1, or leave [trainer.lora] out"
-            )
         return self
 
 

@@ -5,7 +5,8 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, s
 
 A model knows nothing of it: its parameters hold the sum. `merge` writes it after every change of A or B, and `receive` turns the gradient
 of a parameter into those of its adapters: dA = scale · dW Bᵀ, dB = scale · Aᵀ dW. A matrix of the checkpoint has an adapter of its own,
-whatever it is fused with, and so has every expert.
+whatever it is fused with, and so has every expert. A process that holds some rows of W only (`keep`) has the adapters whole; what it
+receives are summands of their gradients, since each row of W adds one.
 
 Shapes: K features in, N features out of one matrix, R rank, E experts. Ours are laid out [K, N], so A is [K, R] and B [R, N], of experts
 [E, K, R] and [E, R, N]; PEFT's lora_A.weight and lora_B.weight are the transposes.
@@ -63,6 +64,7 @@ class Adapters:
         self.parameters: dict[str, nn.Parameter] = {}
         """By module and 'lora_A' or 'lora_B', float32."""
         self._base: dict[Site, Tensor] = {}
+        self._rows: dict[str, slice] = {}
         generator = torch.Generator().manual_seed(seed)
         for site in self.sites:
             base = site.of(model.get_parameter(site.ours).detach())
@@ -72,29 +74,35 @@ class Adapters:
             self.parameters[f"{site.module}.lora_A"] = nn.Parameter(down.to(base.device))
             self.parameters[f"{site.module}.lora_B"] = nn.Parameter(torch.zeros(*experts, rank, outputs, device=base.device))
 
+    def keep(self, ours: str, rows: slice) -> None:
+        """Of parameter `ours`, only `rows` (of its first dimension: features in, or experts) are here from now on."""
+        self._rows[ours] = rows
+        for site in self.within[ours]:
+            self._base[site] = self._base[site][rows].clone()
+
     @torch.no_grad()
-    def merge(self, model: Decoder) -> None:
-        """Write base + scale · A B, computed in float32, into the parameters of `model`, whatever their dtype."""
-        for site in self.sites:
-            down, up = self._pair(site)
-            target = site.of(model.get_parameter(site.ours).detach())
-            target.copy_(torch.add(self._base[site].float(), down @ up, alpha=self.scale))
+    def merge(self, ours: str, into: Tensor) -> None:
+        """Write base + scale · A B, computed in float32, into parameter `ours` (the rows that are here), whatever its dtype."""
+        for site in self.within[ours]:
+            (down, at_A), (up, at_B) = self._pair(site)
+            site.of(into).copy_(torch.add(self._base[site].float(), down[at_A] @ up[at_B], alpha=self.scale))
 
     @torch.no_grad()
     def receive(self, ours: str, grad: Tensor) -> None:
-        """Add to the gradients of the adapters within parameter `ours` what follows from its gradient."""
+        """Add to the gradients of the adapters within parameter `ours` what follows from its gradient (in the rows that are here)."""
         for site in self.within[ours]:
-            down, up = self._pair(site)
+            (down, at_A), (up, at_B) = self._pair(site)
             grad_W = site.of(grad).float() * self.scale
-            for parameter, new in ((down, grad_W @ up.mT), (up, down.mT @ grad_W)):
-                parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
+            for parameter, at, new in ((down, at_A, grad_W @ up[at_B].mT), (up, at_B, down[at_A].mT @ grad_W)):
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad[at] += new
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the adapters under PEFT's names and in its shapes, experts one by one."""
         return {
             f"{PEFT_PREFIX}{module}.{name}.weight": view.mT
             for site in self.sites
-            for name, parameter in zip(("lora_A", "lora_B"), self._pair(site), strict=True)
+            for name, (parameter, _) in zip(("lora_A", "lora_B"), self._pair(site), strict=True)
             for module, view in zip(self.modules(site), _one_by_one(parameter.detach()), strict=True)
         }
 
@@ -118,10 +126,13 @@ class Adapters:
         """Names of the modules in the checkpoint, one for each expert where there are experts."""
         if site.kind != "experts":
             return [site.module]
-        return [site.module.replace("{expert}", str(expert)) for expert in range(len(self._base[site]))]
+        return [site.module.replace("{expert}", str(expert)) for expert in range(len(self.parameters[f"{site.module}.lora_A"]))]
 
-    def _pair(self, site: Site) -> tuple[nn.Parameter, nn.Parameter]:
-        return self.parameters[f"{site.module}.lora_A"], self.parameters[f"{site.module}.lora_B"]
+    def _pair(self, site: Site) -> tuple[tuple[nn.Parameter, slice], tuple[nn.Parameter, slice]]:
+        """A and B, and the parts of them that belong to the rows of W that are here: of B [R, N] all of it."""
+        rows = self._rows.get(site.ours, slice(None))
+        down, up = self.parameters[f"{site.module}.lora_A"], self.parameters[f"{site.module}.lora_B"]
+        return (down, rows), (up, rows if site.kind == "experts" else slice(None))
 
 
 def sites(model: Decoder) -> Iterator[Site]:

@@ -61,8 +61,10 @@ class Learner:
         _prepare(model, config, optim, mesh)
         self.config, self.optim, self.max_steps, self.mesh = config, optim, max_steps, mesh
         self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        self.weights = Weights(model, config, mesh) if config.lora is None else LoraWeights(model, config, config.lora)
+        self.weights = Weights(model, config, mesh) if config.lora is None else LoraWeights(model, config, config.lora, mesh)
         parallelise(self.weights.compute, mesh, self._dtype, config.recompute)
+        if isinstance(self.weights, LoraWeights):
+            self.weights.attach()
         self.optimizer = make_optimizer(self.weights.trained, self.weights.columns, optim)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.weights.trained.items()}
         self._loss_fn, self._memory = loss_fn(config.loss), Trimmer()
@@ -71,7 +73,7 @@ class Learner:
         """Train on one batch. A non-finite loss or gradient leaves the weights as they are and names the problem."""
         rate = learning_rate(self.optim, batch.step, self.max_steps)
         sums, routing = self.accumulate(batch)
-        norm = clip_gradients(self.weights.parameters, self.optim.clip_norm, self.mesh)
+        norm = clip_gradients(self.weights.parameters, self.optim.clip_norm, self.mesh if self.adapters is None else ALONE)
         loss = sums.loss / max(1, batch.loss_tokens)
         problem = _problem(batch, loss, norm)
         if not problem:
@@ -96,6 +98,8 @@ class Learner:
             self._row(row, batch, sums, routing)
         sums.combine(self.mesh)
         routing.combine(self.mesh)
+        if isinstance(self.weights, LoraWeights):
+            self.weights.combine()
         return sums, routing
 
     @property
@@ -109,7 +113,9 @@ class Learner:
 
     def masters(self) -> dict[str, Tensor]:
         """What trains, in float32: the weights under HF names, or the adapters under PEFT's. Only the leading process has any."""
-        return self._gathered(self.weights.master) if self.adapters is None else self.adapters.tensors()
+        if self.adapters is None:
+            return self._gathered(self.weights.master)
+        return self.adapters.tensors() if self.mesh.leads else {}
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's state under '<state>/<parameter name>'; only the leading process has any."""

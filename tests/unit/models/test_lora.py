@@ -26,6 +26,11 @@ def adapters(model: Decoder, *targets: str, rank: int = 2, alpha: float = 4.0, s
     return Adapters(model, rank, alpha, targets or ("all",), seed)
 
 
+def merge(given: Adapters, model: Decoder) -> None:
+    for ours in given.within:
+        given.merge(ours, model.get_parameter(ours).detach())
+
+
 def written(folder: Path, given: Adapters, **changes: Any) -> Path:
     """An adapter folder with some keys of its configuration changed."""
     write_adapter(folder, given, Path("base"))
@@ -98,10 +103,39 @@ def test_an_adapter_that_goes_out_and_in_is_the_same(tmp_path, model):
     assert (found.rank, found.alpha) == (2, 4.0)
     taken.load(found.tensors, "a")
     assert all(torch.equal(taken.parameters[name], p) for name, p in given.parameters.items())
-    taken.merge(model)
+    merge(taken, model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    given.merge(model)  # starts from the base that it was made with, not from what is there
+    merge(given, model)  # starts from the base that it was made with, not from what is there
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("cuts", [[0, 7], [0, 1, 5, 16], [0, 0, 3]])
+def test_processes_that_hold_some_rows_each_merge_and_receive_what_one_with_all_of_them_does(model, cuts):
+    """Rows of the first dimension: features in, of which there are 16, or 5 experts."""
+    one = adapters(model)
+    with torch.no_grad():
+        for parameter in one.parameters.values():
+            parameter.normal_()
+    for ours, sites in one.within.items():
+        shape = model.get_parameter(ours).shape
+        ends = [min(cut, shape[0]) for cut in cuts[1:]] + [shape[0]]
+        starts, grad, expected, found = [0, *ends[:-1]], torch.randn(shape), torch.empty(shape), torch.empty(shape)
+        summed = {name: torch.zeros_like(p) for name, p in one.parameters.items() if name.rpartition(".")[0] in {s.module for s in sites}}
+        for first, end in zip(starts, ends, strict=True):
+            some = adapters(model)
+            some.load(one.tensors(), "all")
+            some.keep(ours, slice(first, end))
+            some.merge(ours, found[first:end])
+            some.receive(ours, grad[first:end])
+            for name, total in summed.items():
+                part = some.parameters[name].grad
+                assert part is not None
+                total += part
+        one.merge(ours, expected)
+        one.receive(ours, grad)
+        torch.testing.assert_close(found, expected)
+        for name, total in summed.items():
+            torch.testing.assert_close(total, one.parameters[name].grad)
 
 
 def test_the_configuration_names_exactly_the_modules_that_have_an_adapter(tmp_path, model):

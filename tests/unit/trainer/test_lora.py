@@ -324,7 +324,6 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is(model, targ
     ("setting", "named"),
     [
         ("trainer.balance_rate=0.001", ("trainer.lora", "trainer.balance_rate = 0.001")),
-        ("trainer.parallel.processes=2", ("trainer.lora", "trainer.parallel.processes = 2")),
         ("trainer.lora.rank=0", ("trainer.lora.rank = 0",)),
         ("trainer.lora.targets=[]", ("trainer.lora.targets",)),
         ("trainer.lora.rnak=8", ("trainer.lora.rnak", "'rank'")),
