@@ -88,7 +88,7 @@ def moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> set[str]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_gradients_are_those_of_the_explicit_sum(folder, seed):
     """Autograd through base + scale · B A, written in the checkpoint's own layout, with the mean negative log-likelihood as the loss."""
-    subject, samples = with_some_updates(learner(folder, lora=LORA, loss={"type": "policy_gradient"}), seed), demonstrations(6)
+    subject, samples = with_some_updates(learner(folder, lora=LORA, loss={"type": "policy_gradient"}), seed), demonstrations(12)
     leaves = {name: view.clone().requires_grad_() for name, view in adapters_of(subject).tensors().items()}
     merged = sums(read_tensors(folder), leaves)
     plain = load_model(folder)
