@@ -14,6 +14,7 @@ from slipstream.config import validate
 from slipstream.config.train import TrainerConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.load import build_model
+from slipstream.models.lora import Adapters
 from slipstream.models.spec import ModelSpec
 from slipstream.parallel.fsdp import gather
 from slipstream.parallel.mesh import ALONE, Mesh
@@ -104,9 +105,11 @@ class Case:
     model: str = "qwen3_moe"
     loss: str = "dppo"
     dtype: str = "float32"
+    lora: bool = False
 
     def __str__(self) -> str:
         extras = [x for x, default in ((self.model, "qwen3_moe"), (self.loss, "dppo"), (self.dtype, "float32")) if x != default]
+        extras += ["lora"] * self.lora
         flags = ["replay" if self.replay else "native", *["recompute"] * self.recompute, f"documents {self.documents}"]
         return ", ".join([self.layout, *flags, *extras])
 
@@ -125,6 +128,7 @@ def cases(world: int) -> list[Case]:
     if world == 2:
         extra += [Case("cp ring", model=model, recompute=True) for model in ("deepseek_v3", "glm_moe_dsa", "gpt_oss")]
     extra += [Case(layout, dtype="bfloat16") for layout in LAYOUTS[world]]
+    extra += [Case(layout, lora=True) for layout in LAYOUTS[world]] + [Case("ep", dtype="bfloat16", lora=True)]
     return grid + extra
 
 
@@ -167,8 +171,21 @@ def learner(case: Case, mesh: Mesh = ALONE, **changes: Any) -> Learner:
     values = {"row_tokens": ROW_TOKENS, "router_replay": case.replay, "recompute": case.recompute, "dtype": case.dtype}
     # eps: AdamW would make whole steps of gradients that are rounding noise
     values |= {"loss": {"type": case.loss}, "optim": {"lr": 1e-3, "eps": 1e-6, "clip_norm": 0.1}, **changes}
+    values |= {"lora": {"rank": 3, "alpha": 6.0}} if case.lora else {}
     config = validate(TrainerConfig, values)
-    return Learner(model(case.model), config, config.optim, max_steps=10, mesh=mesh)
+    subject = Learner(model(case.model), config, config.optim, max_steps=10, mesh=mesh)
+    if subject.adapters is not None:
+        _as_after_some_training(subject.adapters)
+        subject.weights.sync()
+    return subject
+
+
+@torch.no_grad()
+def _as_after_some_training(adapters: Adapters) -> None:
+    """Fresh adapters have B = 0, and so no gradient of A."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in adapters.parameters.values():
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
 def model(name: str) -> Decoder:
@@ -180,7 +197,7 @@ def outcome(case: Case, mesh: Mesh = ALONE) -> dict[str, Tensor]:
     weights, whole. Only the leading process has it."""
     subject = learner(case, mesh)
     sums, routing = subject.accumulate(batch(case, 1))
-    gradients = {f"gradient/{name}": p.grad for name, p in subject.weights.master.named_parameters() if p.grad is not None}
+    gradients = {f"gradient/{name}": p.grad for name, p in subject.weights.trained.items() if p.grad is not None}
     result = {name: tensor.clone() for name, tensor in gather(gradients, mesh).items()}
     metrics = {"loss": sums.loss, **sums.metrics(), **routing.metrics()}
     for step in (1, 2):

@@ -1,7 +1,7 @@
 """One of several trainer processes of a test: runs every case, one after the other, since starting takes longer than any of them.
 
 python -m tests.dist.worker FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Writes FOLDER/<number of the case>.pt, and
-FOLDER/<layout>/ with a checkpoint.
+FOLDER/<case>/ with a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def main(folder: Path) -> None:
                     result = outcome(case, mesh)
                     if mesh.leads:
                         torch.save(result, folder / f"{number}.pt")
-            team(Case(layout), mesh, folder / layout)
+            for case in (Case(layout), Case(layout, lora=True)):
+                team(case, mesh, folder / str(case))
 
 
 def team(case: Case, mesh: Mesh, folder: Path) -> None:

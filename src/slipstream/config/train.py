@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
+from slipstream.config.lora import LoraConfig
 from slipstream.config.parallel import ParallelConfig
 
 S = TypeVar("S", bound=Section)
@@ -175,6 +176,8 @@ class TrainerConfig(Section):
     """Loss-free balancing: size of the per-step bias update toward under-used experts (arXiv 2408.15664). 0: off."""
     loss: LossConfig = DppoLoss()
     optim: OptimConfig = OptimConfig()
+    lora: LoraConfig | None = None
+    """Train adapters and leave the weights as they are, in RL and in [sft]."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Stop after this many consecutive steps with a non-finite loss or gradient. Each is skipped and its batch kept."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
@@ -182,6 +185,15 @@ class TrainerConfig(Section):
     threads: int = Field(default=1, ge=1)
     """OpenMP threads of each process."""
     parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _adapters_alone_train(self):
+        if self.lora is not None and self.balance_rate:
+            raise ValueError(
+                f"trainer.lora and trainer.balance_rate = {self.balance_rate}: loss-free balancing moves the routing bias, which no "
+                "adapter holds; set balance_rate = 0, or leave [trainer.lora] out"
+            )
+        return self
 
 
 class SftConfig(Section):

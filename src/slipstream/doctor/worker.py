@@ -109,6 +109,8 @@ def _learner(model: Path, users: TrainerConfig, case: Case, mesh: Mesh) -> Learn
     optim = {"lr": 1e-3, "eps": 1e-6, "clip_norm": 0.5, "warmup_steps": 0, "schedule": "constant", "moments": "float32"}
     values = merge(users.model_dump(), {"dtype": "float32", "logprob_chunk_tokens": 16, "optim": optim, **case.trainer})
     values["parallel"] = case.parallel
+    if users.lora is not None:
+        values["lora"]["path"] = None  # it fits the user's model only
     trainer = validate(TrainerConfig, values)
     return Learner(load_model(model), trainer, trainer.optim, 10, mesh)
 
@@ -116,8 +118,7 @@ def _learner(model: Path, users: TrainerConfig, case: Case, mesh: Mesh) -> Learn
 def _outcome(learner: Learner, batch: Batch) -> dict[str, Any]:
     """Loss and gradients of the batch, what the router did, and the weights after two steps; only the leading process has tensors."""
     sums, routing = learner.accumulate(batch)
-    master = learner.weights.master
-    grads = gather({name: p.grad for name, p in master.named_parameters() if p.grad is not None}, learner.mesh)
+    grads = gather({name: p.grad for name, p in learner.weights.trained.items() if p.grad is not None}, learner.mesh)
     gradients = {name: tensor.clone() for name, tensor in grads.items()}
     metrics = routing.metrics()
     for _ in range(2):

@@ -28,12 +28,15 @@ def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
     """
     import torch
 
+    from slipstream.models.peft import CONFIG
     from slipstream.parallel.mesh import joined
-    from slipstream.trainer.sft import assist, train
+    from slipstream.trainer.sft import adapter_folder, assist, train
 
     if config.sft is None:
         raise ConfigError("sft: the run file has no [sft] table; add one (an empty table takes every default)")
     check_replaceable(out)
+    if config.trainer.lora is not None:
+        check_replaceable(adapter_folder(out), holds=CONFIG)
     out.parent.mkdir(parents=True, exist_ok=True)  # where that is impossible, now is the time to say so
     torch.set_num_threads(config.trainer.threads)
     with joined(config.trainer.parallel, WAIT_S) as mesh:
@@ -46,7 +49,7 @@ def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
         metrics = train(
             config.model.path, samples, config, out, on_step=lambda step, values: _show(console, config, step, values), mesh=mesh
         )
-        console.print(f"sft: wrote {out}")
+        console.print(f"sft: wrote {out}" + ("" if config.trainer.lora is None else f" and {adapter_folder(out)}"))
     return metrics
 
 

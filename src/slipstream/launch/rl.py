@@ -116,3 +116,5 @@ def finish(folder: Path) -> None:
     print_summary(summarise(folder))
     print(f"report:       {write_report(folder)}")
     print(f"final model:  {folder / 'final'}")
+    if (folder / "adapter").exists():
+        print(f"adapter:      {folder / 'adapter'}")

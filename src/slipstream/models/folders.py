@@ -12,13 +12,13 @@ from slipstream.errors import ConfigError
 
 
 @contextmanager
-def atomic_folder(folder: str | Path) -> Iterator[Path]:
+def atomic_folder(folder: str | Path, holds: str = "config.json") -> Iterator[Path]:
     """Yield an empty folder to fill; on success it takes the place of `folder`. On failure it vanishes.
 
     Raises ConfigError, before anything is written: see `check_replaceable`.
     """
     folder = Path(folder)
-    check_replaceable(folder)
+    check_replaceable(folder, holds)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -31,15 +31,19 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
         raise
 
 
-def check_replaceable(folder: str | Path) -> None:
-    """Raises ConfigError when something of the user's stands there: anything but an empty folder or a flat model folder."""
+def check_replaceable(folder: str | Path, holds: str = "config.json") -> None:
+    """Raises ConfigError when something of the user's stands there: anything but an empty folder or a flat one of the same kind.
+
+    The kind is known by the file `holds`: a model by its config.json.
+    """
     folder = Path(folder)
     if not folder.exists():
         return
     entries = list(folder.iterdir()) if folder.is_dir() else [folder]
-    if entries and not ((folder / "config.json").is_file() and all(entry.is_file() for entry in entries)):
-        kind = "folder that is not a model folder" if folder.is_dir() else "file"
-        raise ConfigError(f"{folder} is an existing {kind} and is not replaced by a model; name another folder, or delete it yourself")
+    if entries and not ((folder / holds).is_file() and all(entry.is_file() for entry in entries)):
+        made = "a model" if holds == "config.json" else "an adapter"
+        kind = f"folder that is not {made} folder" if folder.is_dir() else "file"
+        raise ConfigError(f"{folder} is an existing {kind} and is not replaced by {made}; name another folder, or delete it yourself")
 
 
 def _sync(folder: Path) -> None:

@@ -49,7 +49,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, mesh: Me
     """Scale gradients down to the global norm `max_norm`, over all parameters and processes; returns the norm before."""
     if mesh.alone:
         return float(nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
     squares = sum((g.square().sum(dtype=torch.float64) for g in grads), torch.zeros((), dtype=torch.float64))
     norm = float(mesh.add_up(squares / mesh.config.dp_replicate).sqrt())
     if norm > max_norm:
@@ -91,5 +91,6 @@ def _is_expert(tensor: DTensor) -> bool:
     return "expert_fsdp" in (tensor.device_mesh.mesh_dim_names or ())
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a sharded tensor; any other as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -37,6 +37,8 @@ def _check_impl(config: TrainerConfig, optim: OptimConfig, spec: HfSpec) -> None
         problem = 'trainer.dtype = "float8": the precision map knows our own matrices only; set "bfloat16" or "float32"'
     elif optim.type == "muon":
         problem = 'optim.type = "muon": it must know which parameters are matrices side by side; set "adamw", "sgd" or "sign_sgd"'
+    elif config.lora is not None:
+        problem = "trainer.lora: adapters go by the names and shapes of our own layers; leave [trainer.lora] out"
     elif config.balance_rate:
         problem = f"trainer.balance_rate = {config.balance_rate}: it must know the routing bias; set 0"
     if problem:

@@ -14,7 +14,7 @@ in float32 (`parallel.fsdp`). Both are then the sharded module, and rounding is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,23 +29,34 @@ from slipstream.parallel.mesh import ALONE, Mesh
 class Weights:
     """`master` is optimised and checkpointed; `compute` runs and is published."""
 
-    def __init__(self, master: LanguageModel, config: TrainerConfig, mesh: Mesh = ALONE) -> None:
+    def __init__(self, master: LanguageModel, config: TrainerConfig, mesh: Mesh = ALONE, in_place: bool = False) -> None:
+        """`in_place`: the master itself is brought into the compute dtype, and no gradient is handed over."""
         self.master = master
         self.compute = master
         self._fp8: list[Fp8Weight] = []
         self._errors = Fp8Errors()
         if config.dtype != "float32" and mesh.alone:
-            self.compute = copy.deepcopy(master).to(torch.bfloat16)
+            self.compute = (master if in_place else copy.deepcopy(master)).to(torch.bfloat16)
             if config.dtype == "float8":
                 self._fp8 = multiply_in_fp8(self.compute, config.fp8_scales == "power_of_two", self._errors)
             for source, target in zip(self.compute.parameters(), master.parameters(), strict=True):
-                if source.requires_grad:
+                if source.requires_grad and source is not target:
                     source.register_post_accumulate_grad_hook(_hand_over_to(target))
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """What the optimizer is given, by name; of these, what requires a gradient trains."""
+        return dict(self.master.named_parameters())
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[int]]:
+        """Which of `trained` are matrices, and the widths of those side by side in them."""
+        return fused_columns(self.master.names, self.master.spec)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The masters that train."""
-        return [p for p in self.master.parameters() if p.requires_grad]
+        return [p for p in self.trained.values() if p.requires_grad]
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -53,6 +64,9 @@ class Weights:
         if self.compute is not self.master:
             for copied, master in zip(self.compute.parameters(), self.master.parameters(), strict=True):
                 copied.copy_(master)
+        self.requantise()
+
+    def requantise(self) -> None:
         for weight in self._fp8:
             weight.requantise()
 

@@ -28,6 +28,7 @@ from slipstream.errors import ModelError, TrainerError
 from slipstream.models.hf import save_tensors
 from slipstream.models.impl import read_spec
 from slipstream.models.load import load_model
+from slipstream.models.peft import write_adapter
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.parallel.mesh import joined
 from slipstream.trainer import checkpoint, progress
@@ -105,6 +106,8 @@ class RlTrainer:
         if not self._stopping:
             spec = read_spec(self.config.model.path, self.config.model.impl)
             save_tensors(self.team.published(), spec, self.run_folder / "final", like=self.config.model.path)
+            if self.team.adapters is not None:
+                write_adapter(self.run_folder / "adapter", self.team.adapters, self.config.model.path)
 
     def _receive(self) -> Batch | Finish | None:
         with self._timed("wait_batch", self.step + 1) as timing:

@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError, TrainerError
 from slipstream.models.hf import save_tensors
 from slipstream.models.impl import read_spec
 from slipstream.models.load import load_model
+from slipstream.models.peft import write_adapter
 from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.trainer.step import Learner, StepOutcome
 from slipstream.trainer.team import Team, follow
@@ -36,6 +37,8 @@ def train(
     mesh: Mesh = ALONE,
 ) -> dict[str, float]:
     """Train for `config.sft.steps` steps and write `out_folder` as an HF folder. Returns the metrics of the last step.
+
+    With [trainer.lora] that is the merged model, and the adapter is in `adapter_folder` beside it.
 
     Metrics: loss (nats a token), grad_norm, lr, tokens (of the step), tokens_per_s.
     In the leading process of the trainer; the others run `assist`.
@@ -58,7 +61,14 @@ def train(
             if on_step is not None:
                 on_step(step, metrics)
         save_tensors(team.published(), read_spec(model_folder, config.model.impl), out_folder, like=model_folder)
+        if team.adapters is not None:
+            write_adapter(adapter_folder(out_folder), team.adapters, model_folder)
     return metrics
+
+
+def adapter_folder(out_folder: Path) -> Path:
+    """OUT-adapter. Not within OUT: transformers adds an adapter that it finds in a model folder, and it would count twice."""
+    return out_folder.with_name(f"{out_folder.name}-adapter")
 
 
 def assist(model_folder: Path, config: RunConfig, mesh: Mesh) -> None:

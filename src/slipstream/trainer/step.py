@@ -19,10 +19,11 @@ from torch import Tensor
 from slipstream.algorithms.losses import loss_fn
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.errors import StateError
+from slipstream.models.decoder import Decoder
 from slipstream.models.hf import hf_views, load_hf_tensors
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.load import build_model
-from slipstream.models.matrices import fused_columns
+from slipstream.models.lora import Adapters
 from slipstream.ops import token_logprobs
 from slipstream.parallel.apply import parallelise
 from slipstream.parallel.context import across, gather_tokens
@@ -30,6 +31,7 @@ from slipstream.parallel.fsdp import clip_gradients, gather, part
 from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.parallel.rows import own_rows, spans, take
 from slipstream.trainer.fit import check_trains
+from slipstream.trainer.lora import LoraWeights
 from slipstream.trainer.memory import Trimmer
 from slipstream.trainer.optim import learning_rate, load_optimizer_tensors, make_optimizer, optimizer_tensors, set_learning_rate
 from slipstream.trainer.precision import Weights
@@ -61,17 +63,23 @@ class Learner:
         _prepare(model, config, optim)
         self.config, self.optim, self.max_steps, self.mesh = config, optim, max_steps, mesh
         self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        self.weights = Weights(model, config, mesh)
+        if config.lora is None:
+            self.weights = Weights(model, config, mesh)
+        else:
+            assert isinstance(model, Decoder)  # `trainer.fit`
+            self.weights = LoraWeights(model, config, config.lora, mesh)
         parallelise(self.weights.compute, mesh, self._dtype, config.recompute)
-        self.optimizer = make_optimizer(dict(model.named_parameters()), fused_columns(model.names, model.spec), optim)
-        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        if isinstance(self.weights, LoraWeights):
+            self.weights.attach()
+        self.optimizer = make_optimizer(self.weights.trained, self.weights.columns, optim)
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.weights.trained.items()}
         self._loss_fn, self._memory = loss_fn(config.loss), Trimmer()
 
     def step(self, batch: Batch) -> StepOutcome:
         """Train on one batch. A non-finite loss or gradient leaves the weights as they are and names the problem."""
         rate = learning_rate(self.optim, batch.step, self.max_steps)
         sums, routing = self.accumulate(batch)
-        norm = clip_gradients(self.weights.parameters, self.optim.clip_norm, self.mesh)
+        norm = clip_gradients(self.weights.parameters, self.optim.clip_norm, self.mesh if self.adapters is None else ALONE)
         loss = sums.loss / max(1, batch.loss_tokens)
         problem = _problem(batch, loss, norm)
         if not problem:
@@ -96,15 +104,24 @@ class Learner:
             self._row(row, batch, sums, routing)
         sums.combine(self.mesh)
         routing.combine(self.mesh)
+        if isinstance(self.weights, LoraWeights):
+            self.weights.combine()
         return sums, routing
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """What alone trains with [trainer.lora]."""
+        return self.weights.adapters if isinstance(self.weights, LoraWeights) else None
 
     def published(self) -> dict[str, Tensor]:
         """The weights that the next step trains from, in the compute dtype, under HF names; only the leading process has any."""
         return self._gathered(self.weights.compute, self._dtype)
 
     def masters(self) -> dict[str, Tensor]:
-        """The float32 weights under HF names; only the leading process has any."""
-        return self._gathered(self.weights.master)
+        """What trains, in float32: the weights under HF names, or the adapters under PEFT's. Only the leading process has any."""
+        if self.adapters is None:
+            return self._gathered(self.weights.master)
+        return self.adapters.tensors() if self.mesh.leads else {}
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's state under '<state>/<parameter name>'; only the leading process has any."""
@@ -113,14 +130,20 @@ class Learner:
     @torch.no_grad()
     def restore(self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
         """The inverse of `masters` and `moments`. Raises ModelError: they are of another model."""
+        if self.adapters is not None:
+            self.adapters.load(masters, "the checkpoint")
+        else:
+            self._restore_weights(masters)
+        self.weights.sync()
+        load_optimizer_tensors(self.optimizer, self.names, moments, self.mesh)
+
+    def _restore_weights(self, masters: Mapping[str, Tensor]) -> None:
         model = self.weights.master
         fresh = model if self.mesh.alone else build_model(model.spec, device="meta").to_empty(device="cpu")
         load_hf_tensors(fresh, masters)
         for name, parameter in model.named_parameters():
             if fresh is not model:
                 parameter.copy_(part(fresh.get_parameter(name), parameter, self.mesh))
-        self.weights.sync()
-        load_optimizer_tensors(self.optimizer, self.names, moments, self.mesh)
 
     def _gathered(self, model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         kept = gather({name: p.detach() for name, p in model.named_parameters()}, self.mesh, dtype)

@@ -17,6 +17,7 @@ from typing import Self
 from torch import Tensor
 
 from slipstream.errors import StateError
+from slipstream.models.lora import Adapters
 from slipstream.trainer import checkpoint
 from slipstream.trainer.checkpoint import Checkpoint
 from slipstream.trainer.step import Learner, StepOutcome
@@ -43,6 +44,11 @@ class Team:
     @property
     def max_steps(self) -> int:
         return self._learner.max_steps
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """See `Learner.adapters`."""
+        return self._learner.adapters
 
     def step(self, batch: Batch) -> StepOutcome:
         if not self._mesh.alone:

@@ -135,6 +135,7 @@ def test_the_engine_serves_what_was_published_and_its_routing_is_replayed(mixtra
         ({"parallel": {"processes": 2}}, "trainer.parallel.processes = 2"),
         ({"dtype": "float8"}, 'trainer.dtype = "float8"'),
         ({"optim": {"type": "muon"}}, 'optim.type = "muon"'),
+        ({"lora": {"rank": 2}}, "trainer.lora"),
         ({"balance_rate": 1e-3}, "trainer.balance_rate = 0.001"),
     ],
 )
