@@ -53,7 +53,7 @@ def test_sizes_that_do_not_go_together_are_no_configuration(sections, reason, ne
     [
         ("tiny-moe", {"trainer": {"parallel": {"processes": 6, "ep": 3}}}, "ep = 3 does not divide the 16 experts", "ep = 2"),
         ("tiny-dense", {"trainer": {"parallel": {"processes": 2, "ep": 2}}}, "has none", "ep = 1"),
-        ("tiny-moe", {"trainer": {"parallel": {"processes": 4, "cp": 4, "cp_method": "ulysses"}}}, "does not divide the 4 query", "cp = 2"),
+        ("tiny-moe", {"trainer": {"parallel": {"processes": 8, "cp": 8, "cp_method": "ulysses"}}}, "does not divide the 4 query", "cp = 4"),
         ("tiny-moe", {"trainer": {"balance_rate": 0.1}}, "moves a routing bias", "set trainer.balance_rate = 0"),
         ("tiny-moe", {"model": {"path": "m", "seq_len": 8192}, "trainer": {"row_tokens": 8192}}, "max_position_embeddings = 4096", "lower"),
         ("tiny-moe", {"engine": {"kv_memory_mib": 1}}, "engine.kv_memory_mib = 1 and model.seq_len = 1024", "or more"),
