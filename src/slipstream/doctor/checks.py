@@ -24,6 +24,7 @@ from slipstream.doctor.shrink import VOCAB, write_small_model
 from slipstream.doctor.worker import OTHER_EXPERTS, REPLAY_OFF, TRAINER_FILE, Case, case_file, cases
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.weights import LiveWeights
+from slipstream.errors import ConfigError
 from slipstream.launch.ranks import free_port
 from slipstream.launch.topology import ranks
 from slipstream.models.hf import hf_tensors, hf_views
@@ -67,6 +68,8 @@ def examine(config: RunConfig, most: int = 4, tell: Callable[[str], None] = lamb
 
     Raises ConfigError or ModelError: the run file or its model cannot be used.
     """
+    if config.model.impl == "hf":
+        raise ConfigError('model.impl = "hf": doctor makes a two-layer copy of the families that slipstream has; there is none of others')
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="slipstream-doctor-") as scratch:
         folder = Path(scratch)

@@ -11,6 +11,7 @@ import torch
 
 from slipstream.config import validate
 from slipstream.config.train import TrainerConfig
+from slipstream.doctor.checks import examine
 from slipstream.errors import ConfigError
 from slipstream.models.context import FullContext
 from slipstream.models.impl import read_spec
@@ -19,7 +20,7 @@ from slipstream.trainer.fit import check_trains
 from slipstream.trainer.publish import publish
 from slipstream.trainer.step import Learner
 from tests.unit.engine.helpers import ask, make_engine, prompt, run
-from tests.unit.trainer.helpers import make_batch, model_folder
+from tests.unit.trainer.helpers import make_batch, model_folder, run_config
 
 MIXTRAL = {
     "vocab_size": 61,
@@ -145,3 +146,9 @@ def test_settings_that_need_our_own_layers_are_refused_by_name(folder, changes, 
         check_trains(config, config.optim, read_spec(folder, "hf"))
     with pytest.raises(ConfigError, match=f"{re.escape(named)}.*model.impl"):
         learner(folder, "hf", **changes)
+
+
+def test_doctor_says_that_it_has_no_copy_of_other_architectures(mixtral, tmp_path):
+    config = run_config(tmp_path / "run", mixtral, model={"path": mixtral, "seq_len": 64, "impl": "hf"})
+    with pytest.raises(ConfigError, match="impl.*doctor"):
+        examine(config)
