@@ -149,6 +149,7 @@ def test_settings_that_need_our_own_layers_are_refused_by_name(folder, changes, 
 
 
 def test_doctor_says_that_it_has_no_copy_of_other_architectures(mixtral, tmp_path):
-    config = run_config(tmp_path / "run", mixtral, model={"path": mixtral, "seq_len": 64, "impl": "hf"})
+    config = run_config(tmp_path / "run", mixtral)
+    config = config.replace(model=config.model.replace(impl="hf"))
     with pytest.raises(ConfigError, match=r"impl.*doctor"):
         examine(config)
