@@ -127,6 +127,7 @@ def cases(world: int) -> list[Case]:
     extra += [Case(layout, model=model) for layout, models in FAMILIES[world].items() for model in models]
     if world == 2:
         extra += [Case("cp ring", model=model, recompute=True) for model in ("deepseek_v3", "glm_moe_dsa", "gpt_oss")]
+        extra += [Case("cp ring", model="deepseek_v3", dtype="bfloat16")]
     extra += [Case(layout, dtype="bfloat16") for layout in LAYOUTS[world]]
     extra += [Case(layout, lora=True) for layout in LAYOUTS[world]] + [Case("ep", dtype="bfloat16", lora=True)]
     return grid + extra

@@ -39,6 +39,9 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor], kind: str) -> float:
 
 @pytest.mark.parametrize(("world", "number", "case"), EXACT)
 def test_several_processes_compute_what_one_computes(results: dict[int, Path], world: int, number: int, case: Case):
+    """To 1e-6 of the loss and 1e-5 of the largest gradient, moment or weight: the same float32 numbers are added up in another order
+    (over processes, over blocks of keys), each time with an error of 6e-8, which comes to some 1e-7 in the loss and 1e-6 in a gradient.
+    A token, key or label too many or too few is 1e-2 or more."""
     found, expected = torch.load(results[world] / f"{number}.pt"), single(case)
     assert float(found["metric/loss"]) == pytest.approx(float(expected["metric/loss"]), rel=1e-6)
     assert difference(found, expected, "gradient") < 1e-5
