@@ -169,7 +169,7 @@ def _of_length(rng: np.random.Generator, index: int, step: int, length: int) -> 
 
 
 def learner(case: Case, mesh: Mesh = ALONE, **changes: Any) -> Learner:
-    values = {"row_tokens": ROW_TOKENS, "router_replay": case.replay, "recompute": case.recompute, "dtype": case.dtype}
+    values = {"row_tokens": ROW_TOKENS, "router_replay": case.replay, "recompute": "layer" if case.recompute else "none", "dtype": case.dtype}
     # eps: AdamW would make whole steps of gradients that are rounding noise
     values |= {"loss": {"type": case.loss}, "optim": {"lr": 1e-3, "eps": 1e-6, "clip_norm": 0.1}, **changes}
     values |= {"lora": {"rank": 3, "alpha": 6.0}} if case.lora else {}

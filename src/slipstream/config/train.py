@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
@@ -155,6 +156,20 @@ class OptimConfig(Section):
         return self
 
 
+class OffloadConfig(Section):
+    """What the trainer keeps in files instead of in memory. They have no names and are gone with the process."""
+
+    moments: bool = False
+    """The optimizer's moments, between steps; a step works on one parameter at a time. AdamW is then our own, which rounds otherwise than
+    torch's."""
+    activations: bool = False
+    """The inputs of layers, between forward and backward pass. Needs trainer.recompute = "layer"."""
+    in_flight: int = Field(default=1, ge=1)
+    """Layer inputs that may wait to be written before the forward pass waits for them."""
+    folder: Path = Path("/var/tmp")
+    """Where the files are; on a disk, not in memory as /tmp may be."""
+
+
 class TrainerConfig(Section):
     """The trainer: one process, or several (trainer.parallel)."""
 
@@ -167,8 +182,10 @@ class TrainerConfig(Section):
     """Tokens in a packed row (one micro-batch). A sample longer than this is a config error for model.seq_len above it."""
     logprob_chunk_tokens: int = Field(default=1024, gt=0)
     """Tokens whose logits exist at one time in the loss head; [tokens, vocabulary] is never materialised."""
-    recompute: bool = False
-    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    recompute: Literal["none", "feed_forward", "layer"] = "none"
+    """What the backward pass computes again instead of keeping its activations. feed_forward: dense layers and experts, which keep the most
+    and cost no attention. layer: everything; only the inputs of layers are kept."""
+    offload: OffloadConfig = OffloadConfig()
     router_replay: bool = True
     """Force the engine's expert choices where they are known; gate weights stay the trainer's own."""
     freeze_router: bool = False
@@ -185,6 +202,15 @@ class TrainerConfig(Section):
     threads: int = Field(default=1, ge=1)
     """OpenMP threads of each process."""
     parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _inputs_of_layers_are_kept(self):
+        if self.offload.activations and self.recompute != "layer":
+            raise ValueError(
+                f"trainer.offload.activations = true and trainer.recompute = {self.recompute!r}: what is put away are the inputs of "
+                'layers, from which the rest is computed again; set trainer.recompute = "layer"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _adapters_alone_train(self):

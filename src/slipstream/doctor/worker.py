@@ -55,6 +55,7 @@ class Case:
 
 def cases(trainer: TrainerConfig) -> list[Case]:
     """All of them; the first one is what the others are compared with."""
+    again = "none" if trainer.recompute == "layer" else "layer"
     other = "ulysses" if trainer.parallel.cp_method == "all_gather" else "all_gather"
     two, four = {"processes": 2}, {"processes": 4}
     return [
@@ -62,14 +63,14 @@ def cases(trainer: TrainerConfig) -> list[Case]:
         Case("a row a sample", batch="alone"),
         Case("one row", batch="together"),
         Case("other order", batch="reversed"),
-        Case("recompute", trainer={"recompute": not trainer.recompute}),
+        Case("recompute", trainer={"recompute": again}),
         Case(REPLAY_OFF, trainer={"router_replay": False}),
         Case(OTHER_EXPERTS, batch="forced"),
         Case("resume", resume=True),
         Case("FSDP 2", two),
         Case("HSDP 2", {**two, "dp_replicate": 2}),
         Case("EP 2", {**two, "ep": 2}),
-        Case("EP 2, recompute", {**two, "ep": 2}, {"recompute": not trainer.recompute}),
+        Case("EP 2, recompute", {**two, "ep": 2}, {"recompute": again}),
         Case(f"CP 2, {trainer.parallel.cp_method}", {**two, "cp": 2, "cp_method": trainer.parallel.cp_method}),
         Case(f"CP 2, {other}", {**two, "cp": 2, "cp_method": other}),
         Case("FSDP 2, resume", two, resume=True),

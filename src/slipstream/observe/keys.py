@@ -51,7 +51,7 @@ TRAINER = (
         "Forward, backward and optimizer of one step, waiting excluded.",
         "s",
         "steady for steady batch sizes",
-        "Long: fewer tokens a batch, bfloat16 where the hardware has it, `recompute = false`.",
+        "Long: fewer tokens a batch, bfloat16 where the hardware has it, `recompute = 'none'`.",
     ),
     Metric(
         "trainer/time/wait_batch_s",
@@ -177,7 +177,7 @@ TRAINER = (
         "Resident memory of the trainer process.",
         "MiB",
         "flat after the first steps",
-        "Growing: a leak; report it. Too high: fewer `row_tokens`, `recompute = true`.",
+        "Growing: a leak; report it. Too high: fewer `row_tokens`, `recompute = 'layer'`.",
     ),
     Metric(
         "trainer/step/skipped",

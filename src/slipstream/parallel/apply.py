@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from slipstream.config.train import TrainerConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.language_model import LanguageModel
 from slipstream.parallel.expert import share_experts
 from slipstream.parallel.fit import check_fits
 from slipstream.parallel.fsdp import shard
 from slipstream.parallel.mesh import Mesh
+from slipstream.parallel.recompute import recompute
 
 
-def parallelise(model: LanguageModel, mesh: Mesh, dtype: torch.dtype, recompute: bool) -> None:
+def parallelise(model: LanguageModel, mesh: Mesh, dtype: torch.dtype, config: TrainerConfig) -> None:
     """Change `model` in place. Raises ConfigError: it cannot be spread so.
 
     1. experts are shared out: what is left of them is what FSDP shards;
-    2. layers recompute their activations: inside of FSDP, whose hooks then see one forward and one backward pass of each layer;
+    2. layers, or their feed-forward parts, recompute their activations: inside of FSDP, whose hooks then see one forward and one
+       backward pass of each layer;
     3. FSDP shards what every process holds until here.
 
     Context parallelism changes no model: it is a context (`parallel.context`). Alone, only recomputation is left.
@@ -28,14 +28,7 @@ def parallelise(model: LanguageModel, mesh: Mesh, dtype: torch.dtype, recompute:
     if mesh.config.ep > 1:
         assert isinstance(model, Decoder)  # others run alone: `trainer.fit`
         share_experts(model, mesh)
-    if recompute:
-        _recompute_layers(model)
+    recompute(model, config)
     if not mesh.alone:
         assert isinstance(model, Decoder)
         shard(model, mesh, dtype)
-
-
-def _recompute_layers(model: LanguageModel) -> None:
-    """Drop each layer's activations after the forward pass and compute them again in the backward pass (arXiv 1604.06174)."""
-    for layer in model.decoder_layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

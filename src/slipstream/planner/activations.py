@@ -17,11 +17,14 @@ def kept_bytes(spec: ModelSpec, layer: int, item_bytes: int, lean: bool) -> int:
     """Bytes a token that decoder layer `layer` keeps, its input included. What expert parallelism adds is not: see `DISPATCH_BUFFERS`."""
     wide = item_bytes if lean else 4
     norms = 2 * spec.hidden * (wide + item_bytes)  # input and output of both
+    return norms + _attention(spec, item_bytes, wide, lean) + feed_forward_bytes(spec, layer, item_bytes, lean)
+
+
+def feed_forward_bytes(spec: ModelSpec, layer: int, item_bytes: int, lean: bool) -> int:
+    """Of these, what lies behind the second norm: what trainer.recompute = "feed_forward" does not keep."""
     if layer in spec.moe_layers:
-        feed_forward = _moe(spec, item_bytes, lean)
-    else:
-        feed_forward = 4 * spec.intermediate * item_bytes  # gate and up, the activated gate, the product
-    return norms + _attention(spec, item_bytes, wide, lean) + feed_forward
+        return _moe(spec, item_bytes, lean)
+    return 4 * spec.intermediate * item_bytes  # gate and up, the activated gate, the product
 
 
 def dispatched_features(spec: ModelSpec) -> int:

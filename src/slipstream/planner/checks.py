@@ -17,14 +17,13 @@ from slipstream.planner.figures import in_bytes, total
 from slipstream.planner.layout import Layout
 from slipstream.planner.levers import levers
 from slipstream.planner.memory import Memory, memory
-from slipstream.planner.offload import Offload
 from slipstream.trainer.fit import check_trains
 
 
-def problems(config: RunConfig, spec: ModelSpec, offload: Offload | None = None) -> list[SlipstreamError]:
-    """All that speaks against the run; [] when nothing does. `offload`: instead of what the run file says."""
+def problems(config: RunConfig, spec: ModelSpec) -> list[SlipstreamError]:
+    """All that speaks against the run; [] when nothing does."""
     found = []
-    for check in _checks(config, spec, Offload.of(config.trainer) if offload is None else offload):
+    for check in _checks(config, spec):
         try:
             check()
         except SlipstreamError as error:
@@ -32,14 +31,14 @@ def problems(config: RunConfig, spec: ModelSpec, offload: Offload | None = None)
     return found
 
 
-def _checks(config: RunConfig, spec: ModelSpec, offload: Offload) -> Iterator[Callable[[], None]]:
+def _checks(config: RunConfig, spec: ModelSpec) -> Iterator[Callable[[], None]]:
     yield lambda: check_positions(config, spec)
     yield lambda: check_fits(config.trainer.parallel, spec)
     yield lambda: check_trains(config.trainer, config.trainer.optim, spec)
     yield lambda: check_share(config)
     if config.cluster.engines == "beside":
         yield lambda: check_room(spec, config.engine, config.model.seq_len)
-    yield lambda: check_memory(config, spec, offload)
+    yield lambda: check_memory(config, spec)
 
 
 def check_positions(config: RunConfig, spec: ModelSpec) -> None:
@@ -67,20 +66,19 @@ def check_share(config: RunConfig) -> None:
         )
 
 
-def check_memory(config: RunConfig, spec: ModelSpec, offload: Offload | None = None) -> None:
+def check_memory(config: RunConfig, spec: ModelSpec) -> None:
     """Raises ConfigError: the plan does not fit into the memory of the machines; says what would make it."""
-    offload = Offload.of(config.trainer) if offload is None else offload
-    plan = planned(config, spec, offload)
+    plan = planned(config, spec)
     if plan.excess <= 0:
         return
-    fixes = [text for text, changed, moved in levers(config, spec, offload) if planned(changed, spec, moved).excess <= 0]
-    advice = f"What would fit: {'; or '.join(fixes)}" if fixes else f"No single change fits; {_most(config, spec, offload)}"
+    fixes = [text for text, changed in levers(config, spec) if planned(changed, spec).excess <= 0]
+    advice = f"What would fit: {'; or '.join(fixes)}" if fixes else f"No single change fits; {_most(config, spec)}"
     raise ConfigError(f"{_shortage(config, plan)}. {advice}")
 
 
-def planned(config: RunConfig, spec: ModelSpec, offload: Offload) -> Memory:
+def planned(config: RunConfig, spec: ModelSpec) -> Memory:
     layout = Layout.of(config, spec)
-    return memory(config, spec, layout, Arithmetic.of(config, layout), offload)
+    return memory(config, spec, layout, Arithmetic.of(config, layout))
 
 
 def _shortage(config: RunConfig, plan: Memory) -> str:
@@ -95,16 +93,17 @@ def _shortage(config: RunConfig, plan: Memory) -> str:
     )
 
 
-def _most(config: RunConfig, spec: ModelSpec, offload: Offload) -> str:
-    """Of changes one after the other, each time the one that saves most: what is missing after at most three of them."""
+def _most(config: RunConfig, spec: ModelSpec) -> str:
+    """Of changes one after the other, each time the one that saves most, without more nodes where that helps: what is missing after at
+    most three of them."""
     done: list[str] = []
-    excess = planned(config, spec, offload).excess
+    excess = planned(config, spec).excess
     while excess > 0 and len(done) < 3:
-        tried = [(planned(changed, spec, moved).excess, text, changed, moved) for text, changed, moved in levers(config, spec, offload)]
-        best = min(tried, key=lambda entry: entry[0], default=None)
+        tried = [(planned(changed, spec).excess, text, changed) for text, changed in levers(config, spec)]
+        best = min(tried, key=lambda entry: (entry[2].cluster.nodes, entry[0]), default=None)
         if best is None or best[0] >= excess:
             break
-        excess, text, config, offload = best
+        excess, text, config = best
         done.append(text)
     together = ", then ".join(done) or "nothing here helps"
     return (

@@ -26,7 +26,7 @@ def communication(config: RunConfig, spec: ModelSpec, layout: Layout, step: Arit
 
 def _experts(s: Sizes) -> list[Figure]:
     """Dispatch and combine, forward and backward; once more where layers are computed again."""
-    ep, times, token = s.layout.ep, 2 + s.trainer.recompute, s.spec.top_k * s.spec.hidden * s.b
+    ep, times, token = s.layout.ep, 2 + (s.trainer.recompute != "none"), s.spec.top_k * s.spec.hidden * s.b
     if ep == 1:
         return []
     value = s.step.passes * len(s.spec.moe_layers) * times * 2 * token * s.step.own_tokens * (ep - 1) / ep
@@ -68,7 +68,7 @@ def _weights(s: Sizes) -> list[Figure]:
 
 
 def _context(s: Sizes) -> list[Figure]:
-    cp, times, layers = s.layout.cp, 2 + s.trainer.recompute, s.spec.num_layers
+    cp, times, layers = s.layout.cp, 2 + (s.trainer.recompute == "layer"), s.spec.num_layers
     if cp == 1:
         return []
     if s.trainer.parallel.cp_method == "ulysses":

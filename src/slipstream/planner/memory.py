@@ -17,11 +17,10 @@ from slipstream.config.run import RunConfig
 from slipstream.config.train import OptimConfig
 from slipstream.engine.room import MIB, routing_item_bytes
 from slipstream.models.spec import ModelSpec
-from slipstream.planner.activations import DISPATCH_BUFFERS, dispatched_features, kept_bytes
+from slipstream.planner.activations import DISPATCH_BUFFERS, dispatched_features, feed_forward_bytes, kept_bytes
 from slipstream.planner.batch import Arithmetic
 from slipstream.planner.figures import GB, Figure, total
 from slipstream.planner.layout import Layout
-from slipstream.planner.offload import Offload
 
 ROW_BYTES = 30
 """A token in a batch, beside its expert ids: types.MicroBatch."""
@@ -68,15 +67,15 @@ class Sizes:
         return max(self.spec.layer_params(i) + experts * (i in self.spec.moe_layers) for i in range(self.spec.num_layers))
 
 
-def memory(config: RunConfig, spec: ModelSpec, layout: Layout, step: Arithmetic, offload: Offload) -> Memory:
+def memory(config: RunConfig, spec: ModelSpec, layout: Layout, step: Arithmetic) -> Memory:
     """The plan of memory. Nothing is allocated."""
     sizes = Sizes(config, spec, layout, step)
-    process = (*_states(sizes, offload), *_gathered(sizes), *_activations(sizes, offload), _logits(sizes))
+    process = (*_states(sizes), *_gathered(sizes), *_activations(sizes), _logits(sizes))
     process = tuple(figure for figure in process if figure.value)
     cluster = config.cluster
     there = cluster.host_memory_gb * GB if cluster.host_memory_gb else psutil.virtual_memory().total
     limit = cluster.gpu_memory_gb * GB * cluster.usable_frac if cluster.gpu_memory_gb else None
-    return Memory(process, _node(sizes, process, offload), limit, there * cluster.usable_frac)
+    return Memory(process, _node(sizes, process), limit, there * cluster.usable_frac)
 
 
 def moment_bytes(optim: OptimConfig, sizes: Sizes) -> float:
@@ -89,14 +88,14 @@ def moment_bytes(optim: OptimConfig, sizes: Sizes) -> float:
     return item * sizes.trained if optim.momentum else 0
 
 
-def _states(s: Sizes, offload: Offload) -> list[Figure]:
+def _states(s: Sizes) -> list[Figure]:
     p, n, optim = s.spec.num_params, s.layout.fsdp, s.trainer.optim
     moments = moment_bytes(optim, s)
     figures = [
         Figure("master weights", 4 * p / n, "bytes", f"4 P / n = 4 x {p:,} / {n}"),
         Figure("gradients", 4 * s.trained / n, "bytes", f"4 x trained parameters / n = 4 x {s.trained:,} / {n}"),
     ]
-    if not offload.optimizer:
+    if not s.trainer.offload.moments:
         name, each = f"moments ({optim.type}, {optim.moments})", moments / s.trained
         figures.append(Figure(name, moments / n, "bytes", f"{each:.3g} x trained parameters / n = {each:.3g} x {s.trained:,} / {n}"))
     if n * s.layout.dp_replicate == 1 and s.b == 2:
@@ -124,29 +123,31 @@ def _gathered(s: Sizes) -> list[Figure]:
     return figures
 
 
-def _activations(s: Sizes, offload: Offload) -> list[Figure]:
+def _activations(s: Sizes) -> list[Figure]:
     spec, t, layers = s.spec, s.t, range(s.spec.num_layers)
     kept = [kept_bytes(spec, i, s.b, s.lean) * t for i in layers]
     crossing = _crossing_bytes(s)
     buffer = dispatched_features(spec) * t * s.b if s.layout.ep > 1 else 0
     own = f"t = {t:,}"
-    if s.trainer.recompute:
+    if s.trainer.recompute == "layer":
         inputs = s.b * spec.hidden * t
-        count, note = (min(2, len(kept)), " (two on their way to the host)") if offload.activations else (len(kept), "")
+        count, note = (min(2, len(kept)), " (two on their way)") if s.trainer.offload.activations else (len(kept), "")
         return [
             Figure("inputs of the layers", inputs * count, "bytes", f"b h t x layers{note} = {s.b} x {spec.hidden} x {t:,} x {count}"),
             Figure("activations of a layer, again", max(kept), "bytes", f"the layer that keeps most (planner.activations), {own}"),
             Figure("keys, values of the row (cp)", crossing, "bytes", _crossing_formula(s)),
             Figure("MoE dispatch buffers", DISPATCH_BUFFERS * buffer, "bytes", f"{DISPATCH_BUFFERS} x t K h b, {own}"),
         ]
-    if offload.activations:
-        kept = sorted(kept)[-2:]
-    held = len(kept) if not offload.activations else 2
-    kept_buffers = min(held, len(spec.moe_layers)) * 2 + 2
+    again = [feed_forward_bytes(spec, i, s.b, s.lean) * t for i in layers]
+    if s.trainer.recompute == "feed_forward":
+        kept, kept_buffers = [all_of_it - part for all_of_it, part in zip(kept, again, strict=True)], DISPATCH_BUFFERS
+    else:
+        again, kept_buffers = [0], len(spec.moe_layers) * 2 + 2
     return [
         Figure("activations", sum(kept), "bytes", f"what all layers keep (planner.activations), {own}"),
-        Figure("keys, values of the row (cp)", crossing * held, "bytes", f"{held} layers x ({_crossing_formula(s)})"),
-        Figure("MoE dispatch buffers", kept_buffers * buffer, "bytes", f"(2 a layer + 2) x t K h b = {kept_buffers} x t K h b, {own}"),
+        Figure("activations of a feed-forward part, again", max(again), "bytes", f"the one that keeps most, {own}"),
+        Figure("keys, values of the row (cp)", crossing * len(kept), "bytes", f"{len(kept)} layers x ({_crossing_formula(s)})"),
+        Figure("MoE dispatch buffers", kept_buffers * buffer, "bytes", f"{kept_buffers} x t K h b, {own}"),
     ]
 
 
@@ -176,21 +177,17 @@ def _logits(s: Sizes) -> Figure:
     )
 
 
-def _node(s: Sizes, process: tuple[Figure, ...], offload: Offload) -> tuple[Figure, ...]:
+def _node(s: Sizes, process: tuple[Figure, ...]) -> tuple[Figure, ...]:
     here, spec, engine = s.layout.processes_per_node, s.spec, s.config.engine
     figures = []
     if not s.on_gpu:
         figures.append(Figure("trainer processes", here * total(process), "bytes", f"{here} x what one needs"))
-    if offload.optimizer:
+    if s.trainer.offload.moments and s.on_gpu:
         moments = moment_bytes(s.trainer.optim, s) / s.layout.fsdp
         figures.append(Figure("moments, off the GPU", here * moments, "bytes", f"{here} processes x moments / n"))
-    if offload.activations:
-        inputs = (
-            s.b * spec.hidden * s.t * spec.num_layers
-            if s.trainer.recompute
-            else sum(kept_bytes(spec, i, s.b, s.lean) * s.t for i in range(spec.num_layers))
-        )
-        figures.append(Figure("activations, off the GPU", here * inputs, "bytes", f"{here} processes x what layers keep"))
+    if s.trainer.offload.activations and s.on_gpu:
+        inputs = s.b * spec.hidden * s.t * spec.num_layers
+        figures.append(Figure("inputs of layers, off the GPU", here * inputs, "bytes", f"{here} processes x b h t x layers"))
     each = ROW_BYTES + replay_bytes(s.config, spec)
     formula = f"{here} processes x {s.step.tokens:,} tokens x {each} bytes: each has the batch"
     figures.append(Figure("batch", here * s.step.tokens * each, "bytes", formula))

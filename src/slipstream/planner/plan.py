@@ -14,7 +14,6 @@ from slipstream.planner.comm import communication
 from slipstream.planner.figures import Figure, total
 from slipstream.planner.layout import Layout
 from slipstream.planner.memory import Memory, memory
-from slipstream.planner.offload import Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,9 @@ class Plan:
         }
 
 
-def plan(config: RunConfig, mean_tokens: int | None = None, offload: Offload | None = None) -> Plan:
-    """Reads config.json and nothing else. `offload`: instead of what the run file says. Raises ModelError: an unknown model."""
+def plan(config: RunConfig, mean_tokens: int | None = None) -> Plan:
+    """Reads config.json and nothing else. Raises ModelError: an unknown model."""
     spec = ModelSpec.from_folder(config.model.path)
-    offload = Offload.of(config.trainer) if offload is None else offload
     layout = Layout.of(config, spec)
     step, full = Arithmetic.of(config, layout, mean_tokens), Arithmetic.of(config, layout)
     return Plan(
@@ -61,9 +59,9 @@ def plan(config: RunConfig, mean_tokens: int | None = None, offload: Offload | N
         layout,
         model_figures(spec),
         batch_figures(config, spec, layout, step),
-        memory(config, spec, layout, full, offload),
+        memory(config, spec, layout, full),
         communication(config, spec, layout, step),
-        tuple(problems(config, spec, offload)),
+        tuple(problems(config, spec)),
     )
 
 

@@ -23,7 +23,7 @@ FEATURES: Mapping[str, Settings] = {
     "float8": {"dtype": "float8"},
     "muon": {"optim": {"type": "muon"}},
     "bfloat16 moments": {"optim": {"moments": "bfloat16"}},
-    "recompute": {"recompute": True},
+    "recompute": {"recompute": "layer"},
     "router_replay": {"router_replay": True},
     "balance_rate": {"balance_rate": 0.001},
     "freeze_router": {"freeze_router": True},

@@ -68,7 +68,7 @@ class Learner:
         else:
             assert isinstance(model, Decoder)  # `trainer.fit`
             self.weights = LoraWeights(model, config, config.lora, mesh)
-        parallelise(self.weights.compute, mesh, self._dtype, config.recompute)
+        parallelise(self.weights.compute, mesh, self._dtype, config)
         if isinstance(self.weights, LoraWeights):
             self.weights.attach()
         self.optimizer = make_optimizer(self.weights.trained, self.weights.columns, optim)
