@@ -114,7 +114,7 @@ def test_replaying_the_trainers_own_choice_changes_nothing_and_counts_no_flip(fo
 
 
 def test_recomputing_activations_changes_no_gradient_and_counts_no_expert_twice(folder):
-    kept, recomputed = learner(folder), learner(folder, recompute=True)
+    kept, recomputed = learner(folder), learner(folder, recompute="layer")
     assert_equal_gradients(gradients(kept, make_batch()), gradients(recomputed, make_batch()), 0.0)
     np.testing.assert_array_equal(kept.step(make_batch()).load_LE, recomputed.step(make_batch()).load_LE)
 
