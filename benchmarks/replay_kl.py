@@ -148,7 +148,7 @@ class Watch:
 
     def __init__(self, row: MicroBatch, model: Decoder) -> None:
         self.inner = row_context(row, model.spec, replay=False)
-        self.attend = self.inner.attend
+        self.attend, self.weigh = self.inner.attend, self.inner.weigh
         self.top1: list[float] = []
         """Mean probability of the first choice, by MoE layer."""
 

@@ -49,6 +49,9 @@ class Plain:
         self.used_LTK.append(ids_TK)
         return ids_TK
 
+    def weigh(self, moe_layer: int, logits_TE: Tensor, gates_TK: Tensor) -> Tensor:
+        return gates_TK
+
 
 def next_logprobs(model: Decoder, tokens_T: Tensor, temperature: float, seams: Plain) -> Tensor:
     """log p of every vocabulary entry as the next token, after each token: [T, V]."""

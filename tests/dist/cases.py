@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,6 +18,8 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.load import build_model
 from slipstream.models.lora import Adapters
 from slipstream.models.spec import ModelSpec
+from slipstream.ops import fp8_weight
+from slipstream.parallel.comm import all_gather
 from slipstream.parallel.fsdp import gather
 from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.trainer.step import Learner
@@ -62,6 +66,28 @@ MODELS = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_scaling": {"rope_type": "default"},
     },
+    "glm4_moe": {
+        **WIDE,
+        "model_type": "glm4_moe",
+        "architectures": None,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 1,
+    },
+    "ragged": {**HF_CONFIG, "hidden_size": 136, "moe_intermediate_size": 72, "tie_word_embeddings": False},
+    "whole blocks": {**WIDE, "hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 72},
+}
+"""ragged: blocks of 128 that are cut by the edges between processes, and smaller blocks at the end of every dimension."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "muon": {"optim": {"type": "muon", "weight_decay": 0.1}},
+    "bfloat16 moments": {"optim": {"moments": "bfloat16"}},
+    "sgd": {"optim": {"type": "sgd", "lr": 0.1}},
+    "sign_sgd": {"optim": {"type": "sign_sgd"}},
+    "balance": {"balance_rate": 0.01},
+    "frozen": {"freeze_router": True},
+    "auxiliary": {"aux_loss": 0.03},
+    "fp8 all-gather": {"parallel": {"fp8_all_gather": True}},
 }
 ROW_TOKENS = 64
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -101,14 +127,16 @@ class Case:
     replay: bool = True
     recompute: bool = False
     documents: str = "across"
-    """Where documents end: 'on' the edges between processes, or 'across' them."""
+    """Where documents end: 'on' the edges between processes, or 'across' them; 'dealt': rows can be dealt out without splitting any."""
     model: str = "qwen3_moe"
     loss: str = "dppo"
     dtype: str = "float32"
     lora: bool = False
+    settings: str = ""
 
     def __str__(self) -> str:
-        extras = [x for x, default in ((self.model, "qwen3_moe"), (self.loss, "dppo"), (self.dtype, "float32")) if x != default]
+        defaults = ((self.model, "qwen3_moe"), (self.loss, "dppo"), (self.dtype, "float32"), (self.settings, ""))
+        extras = [value for value, default in defaults if value != default]
         extras += ["lora"] * self.lora
         flags = ["replay" if self.replay else "native", *["recompute"] * self.recompute, f"documents {self.documents}"]
         return ", ".join([self.layout, *flags, *extras])
@@ -130,14 +158,53 @@ def cases(world: int) -> list[Case]:
         extra += [Case("cp ring", model="deepseek_v3", dtype="bfloat16")]
     extra += [Case(layout, dtype="bfloat16") for layout in LAYOUTS[world]]
     extra += [Case(layout, lora=True) for layout in LAYOUTS[world]] + [Case("ep", dtype="bfloat16", lora=True)]
-    return grid + extra
+    return grid + extra + SPECIAL[world]
+
+
+_FP8 = {"model": "ragged", "dtype": "float8", "documents": "dealt"}
+SPECIAL = {
+    2: [
+        *(Case(layout, **_FP8) for layout in ("fsdp", "hsdp", "ep", "cp all-gather", "ep x cp")),
+        Case("fsdp", recompute=True, **_FP8),
+        *(Case(layout, settings="fp8 all-gather", **{**_FP8, "model": "whole blocks"}) for layout in ("fsdp", "ep")),
+        *(Case(layout, settings="muon") for layout in ("fsdp", "hsdp", "ep")),
+        *(Case("ep", settings=settings) for settings in ("bfloat16 moments", "sgd", "sign_sgd", "frozen")),
+        *(Case("ep", replay=False, recompute=recompute, model="gpt_oss") for recompute in (False, True)),
+        Case("ep", model="gpt_oss", settings="muon"),
+        *(Case(layout, recompute=True, settings="auxiliary") for layout in ("fsdp", "ep")),
+        Case("cp all-gather", replay=False, settings="auxiliary"),
+        Case("ep x cp", recompute=True, model="glm4_moe", settings="balance"),
+    ],
+    4: [
+        *(Case(layout, **_FP8) for layout in ("ep x fsdp", "ep x hsdp", "cp x fsdp")),
+        Case("ep x hsdp", settings="fp8 all-gather", recompute=True, **{**_FP8, "model": "whole blocks"}),
+        *(Case(layout, settings="muon") for layout in ("fsdp", "ep x fsdp", "ep x hsdp")),
+        *(Case("fsdp", settings=settings) for settings in ("bfloat16 moments", "sgd", "sign_sgd")),
+        Case("ep x hsdp", model="gpt_oss"),
+        Case("ep x fsdp", model="gpt_oss", dtype="float8", documents="dealt"),
+        Case("ep x cp", recompute=True, settings="auxiliary"),
+        Case("ep x hsdp", recompute=True, model="glm4_moe", settings="balance"),
+    ],
+}
+"""What is not in the grid: of each pair of a layout and a thing that could fail there, one case."""
+RESUMED = {
+    2: [Case("ep", settings="muon"), Case("fsdp", settings="bfloat16 moments"), Case("ep", settings="sign_sgd"), Case("fsdp", **_FP8)],
+    4: [Case("ep x fsdp", settings="muon")],
+}
+
+
+def resumed(world: int) -> list[Case]:
+    """Those of which a checkpoint is gone back to."""
+    return [Case(layout, lora=lora) for layout in LAYOUTS[world] for lora in (False, True)] + RESUMED[world]
 
 
 def batch(case: Case, step: int) -> Batch:
-    """Five rows: no number of processes divides them. With 'on' a document ends at each eighth of a row."""
+    """Five rows: no number of processes divides them ('dealt': four). With 'on' a document ends at each eighth of a row."""
     lengths = [[8] * 8, [8, 8, 4, 4, 8, 8, 8, 8, 8], [8] * 8, [3] * 16, [6] * 8]
     if case.documents == "across":
         lengths = [[61], [7, 50, 6], [3, 21, 22, 18], [30, 31], [2, 4, 5]]
+    elif case.documents == "dealt":
+        lengths = lengths[:4]
     rng, rows, index = np.random.default_rng(step), [], 0
     for row in lengths:
         samples = []
@@ -171,7 +238,9 @@ def _of_length(rng: np.random.Generator, index: int, step: int, length: int) -> 
 def learner(case: Case, mesh: Mesh = ALONE, **changes: Any) -> Learner:
     values = {"row_tokens": ROW_TOKENS, "router_replay": case.replay, "recompute": "layer" if case.recompute else "none", "dtype": case.dtype}
     # eps: AdamW would make whole steps of gradients that are rounding noise
-    values |= {"loss": {"type": case.loss}, "optim": {"lr": 1e-3, "eps": 1e-6, "clip_norm": 0.1}, **changes}
+    settings = SETTINGS[case.settings]
+    optim = {"lr": 1e-3, "eps": 1e-6, "clip_norm": 0.1, **settings.get("optim", {})}
+    values |= {"loss": {"type": case.loss}, **settings, "optim": optim, **changes}
     values |= {"lora": {"rank": 3, "alpha": 6.0}} if case.lora else {}
     config = validate(TrainerConfig, values)
     subject = Learner(model(case.model), config, config.optim, max_steps=10, mesh=mesh)
@@ -193,16 +262,43 @@ def model(name: str) -> Decoder:
     return build_model(ModelSpec.from_config(MODELS[name]), seed=1)
 
 
+@contextmanager
+def multiplied(model: Decoder, mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+    """Collects, of every weight that is multiplied in FP8 in the block, '<our name>/<part>/<codes or scales>': of all experts."""
+    found: dict[str, Tensor] = {}
+    apply = fp8_weight._Product.apply
+
+    def watched(x: Tensor, weight: fp8_weight.Fp8Weight, ends: tuple[int, ...]) -> Any:
+        name = next(name for name, p in model.named_parameters() if p is weight)
+        for i, part in enumerate(weight.parts):
+            found.setdefault(f"{name}/{i}/codes", part.codes.view(torch.uint8).clone())
+            found.setdefault(f"{name}/{i}/scales", part.scales.clone())
+        return apply(x, weight, ends)
+
+    fp8_weight._Product.apply = watched  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        fp8_weight._Product.apply = apply  # type: ignore[method-assign]
+    if mesh.config.ep > 1:
+        found |= {key: all_gather(tensor, mesh.expert_group) for key, tensor in found.items() if ".experts." in key}
+
+
 def outcome(case: Case, mesh: Mesh = ALONE) -> dict[str, Tensor]:
     """Everything that must not depend on the number of processes: gradients of one batch, then two steps with their metrics, moments and
     weights, whole. Only the leading process has it."""
     subject = learner(case, mesh)
-    sums, routing = subject.accumulate(batch(case, 1))
+    with multiplied(subject.weights.compute, mesh) as codes:
+        sums, routing = subject.accumulate(batch(case, 1))
     gradients = {f"gradient/{name}": p.grad for name, p in subject.weights.trained.items() if p.grad is not None}
     result = {name: tensor.clone() for name, tensor in gather(gradients, mesh).items()}
     metrics = {"loss": sums.loss, **sums.metrics(), **routing.metrics()}
     for step in (1, 2):
         metrics |= {f"{step}/{key}": value for key, value in subject.step(batch(case, step)).metrics.items()}
+    if case.dtype == "float8":
+        with multiplied(subject.weights.compute, mesh) as trained:
+            subject.accumulate(batch(case, 3))
+        result |= {f"codes/{key}": tensor for key, tensor in codes.items()} | {f"trained/{key}": tensor for key, tensor in trained.items()}
     result |= {f"parameter/{name}": tensor.clone() for name, tensor in subject.masters().items()}
     result |= {f"published/{name}": tensor.float() for name, tensor in subject.published().items()}
     result |= {f"moment/{name}": tensor.clone() for name, tensor in subject.moments().items()}

@@ -18,7 +18,7 @@ from slipstream.config.parallel import ParallelConfig
 from slipstream.parallel.mesh import Mesh, joined, spread
 from slipstream.trainer import progress
 from slipstream.trainer.team import Team, follow
-from tests.dist.cases import LAYOUTS, Case, batch, cases, learner, outcome
+from tests.dist.cases import LAYOUTS, Case, batch, cases, learner, outcome, resumed
 
 
 def main(folder: Path) -> None:
@@ -34,8 +34,9 @@ def main(folder: Path) -> None:
                     result = outcome(case, mesh)
                     if mesh.leads:
                         torch.save(result, folder / f"{number}.pt")
-            for case in (Case(layout), Case(layout, lora=True)):
-                team(case, mesh, folder / str(case))
+            for case in resumed(world):
+                if case.layout == layout:
+                    team(case, mesh, folder / str(case))
 
 
 def team(case: Case, mesh: Mesh, folder: Path) -> None:

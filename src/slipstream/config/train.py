@@ -191,6 +191,9 @@ class TrainerConfig(Section):
     freeze_router: bool = False
     balance_rate: float = Field(default=0.0, ge=0)
     """Loss-free balancing: size of the per-step bias update toward under-used experts (arXiv 2408.15664). 0: off."""
+    aux_loss: float = Field(default=0.0, ge=0)
+    """Weight of a loss that evens out the experts of each document (GShard, arXiv 2006.16668; Switch Transformer, arXiv 2101.03961), added
+    for each MoE layer. It pulls at the router against the reward: 0, off, for RL."""
     loss: LossConfig = DppoLoss()
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig | None = None
@@ -218,6 +221,15 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.lora and trainer.balance_rate = {self.balance_rate}: loss-free balancing moves the routing bias, which no "
                 "adapter holds; set balance_rate = 0, or leave [trainer.lora] out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _codes_exist(self):
+        if self.parallel.fp8_all_gather and self.dtype != "float8":
+            raise ValueError(
+                f"trainer.parallel.fp8_all_gather = true with trainer.dtype = {self.dtype!r}: there are no FP8 codes to send; set "
+                "trainer.dtype = 'float8', or fp8_all_gather = false"
             )
         return self
 

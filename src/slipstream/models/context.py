@@ -53,6 +53,18 @@ class Context(Protocol):
         """
         ...
 
+    def weigh(self, moe_layer: int, logits_TE: Tensor, gates_TK: Tensor) -> Tensor:
+        """The gate weights [T, K], as they came: here a context may attach a loss on the router's logits, see `trainer.aux_loss`."""
+        ...
+
+
+class Auxiliary(Protocol):
+    """A loss on the router of each MoE layer."""
+
+    def attach(self, moe_layer: int, logits_TE: Tensor, native_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        """`gates`, whose backward pass also takes the gradient of the loss; `native`: what the router would choose by itself."""
+        ...
+
 
 def native_route(scores_TE: Tensor, top_k: int) -> Tensor:
     """The model's own choice: the `top_k` highest scores, best first."""
@@ -73,16 +85,18 @@ class FullContext:
         forced_ids_TLK: Tensor | None = None,
         valid_T: Tensor | None = None,
         record: bool = False,
+        auxiliary: Auxiliary | None = None,
     ) -> None:
         """`docs`: a `DocLayout`, or first token of each document and the row length (D + 1 values).
 
         `forced_ids_TLK`: any integer type, on the device of the model. `valid_T`: bool; None means that all rows are valid.
+        `auxiliary` needs `record`.
         """
         self._layout = docs if isinstance(docs, DocLayout) else DocLayout(docs)
         self._forced_LTK = None if forced_ids_TLK is None else forced_ids_TLK.permute(1, 0, 2).long()
         all_valid = valid_T is None or bool(valid_T.all())
         self._valid_T1 = None if valid_T is None or all_valid else valid_T.unsqueeze(-1)
-        self._record = record
+        self._record, self._auxiliary = record, auxiliary
         self._selected: dict[int, Tensor | None] = {}
         self._used: dict[int, Tensor] = {}
         self._native: dict[int, Tensor] = {}
@@ -114,6 +128,11 @@ class FullContext:
         if self._record:
             self._used[moe_layer], self._native[moe_layer] = ids_TK, native_TK
         return ids_TK
+
+    def weigh(self, moe_layer: int, logits_TE: Tensor, gates_TK: Tensor) -> Tensor:
+        if self._auxiliary is None:
+            return gates_TK
+        return self._auxiliary.attach(moe_layer, logits_TE, self._native[moe_layer], gates_TK)
 
     @property
     def ids_TLK(self) -> Tensor:

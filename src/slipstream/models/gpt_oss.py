@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from slipstream.models.layers import Attention, Block, MoE, empty
-from slipstream.models.names import ATTENTION, DECODER, FFN_NORM, Columns, NameTable, Same
+from slipstream.models.names import ATTENTION, DECODER, FFN_NORM, Columns, ExpertStack, NameTable, Same
 from slipstream.models.spec import ModelSpec
 from slipstream.ops import clamped_experts
 
@@ -22,9 +22,9 @@ NAMES = NameTable(
         FFN_NORM,
         Columns("layers.{layer}.ffn.router", ((f"{_MLP}.router.weight", "num_experts"),)),
         Same("layers.{layer}.ffn.router_logit_bias", f"{_MLP}.router.bias"),
-        Same("layers.{layer}.ffn.experts.gate_up", f"{_MLP}.experts.gate_up_proj"),
+        ExpertStack("layers.{layer}.ffn.experts.gate_up", f"{_MLP}.experts.gate_up_proj", ("expert_intermediate",) * 2),
         Same("layers.{layer}.ffn.experts.gate_up_bias", f"{_MLP}.experts.gate_up_proj_bias"),
-        Same("layers.{layer}.ffn.experts.down", f"{_MLP}.experts.down_proj"),
+        ExpertStack("layers.{layer}.ffn.experts.down", f"{_MLP}.experts.down_proj", ("hidden",)),
         Same("layers.{layer}.ffn.experts.down_bias", f"{_MLP}.experts.down_proj_bias"),
     ),
 )

@@ -103,7 +103,8 @@ class MoE(nn.Module):
         logit_bias = None if self.router_logit_bias is None else self.router_logit_bias.float()
         logits_TE = linear(x_TD.float(), self.router.float(), logit_bias)
         ids_TK = ctx.route(self.moe_layer, choice_scores(logits_TE, self.router_bias, self.spec), self.spec.top_k)
-        y_TD = self.experts(x_TD, ids_TK, gate_weights(logits_TE, ids_TK, self.spec))
+        gates_TK = ctx.weigh(self.moe_layer, logits_TE, gate_weights(logits_TE, ids_TK, self.spec))
+        y_TD = self.experts(x_TD, ids_TK, gates_TK)
         return y_TD if self.shared is None else y_TD + self.shared(x_TD, ctx)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:

@@ -3,8 +3,6 @@
 The matrices of attention, dense layers and experts are in; embedding, head, norms, biases, the router and its bias stay as they are
 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.1). Muon orthogonalises the same matrices (see `trainer.muon`).
 
-gpt-oss keeps its experts in fused tensors that are no module's `weight`: they are in neither FP8 nor Muon.
-
 Names are those of the checkpoint and are compared whole: a pattern such as "mlp.gate" would find the router and `gate_proj` alike.
 """
 
@@ -13,7 +11,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from slipstream.errors import StateError
-from slipstream.models.names import Columns, ExpertColumns, Names
+from slipstream.models.names import Columns, ExpertColumns, ExpertStack, Names
 from slipstream.models.spec import ModelSpec
 
 TILE = 128
@@ -37,11 +35,15 @@ OTHERS = frozenset(
     }
 )
 """Modules whose `weight` is not."""
+STACKS = frozenset({"gate_up_proj", "down_proj"})
+"""Tensors of a module `experts` that hold a matrix for each expert, which is multiplied in FP8 (gpt-oss)."""
 
 
 def is_matrix(hf_name: str) -> bool:
     """Whether the tensor of that name is multiplied in FP8. Raises StateError: its module is in neither list."""
     module, _, kind = hf_name.rpartition(".")
+    if module.endswith(".experts"):
+        return kind in STACKS
     if kind != "weight":
         return False
     last = module.rpartition(".")[2]
@@ -58,12 +60,15 @@ def fused_columns(names: Names, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for entry in names.layer:
-        if not isinstance(entry, Columns | ExpertColumns):
+        if isinstance(entry, Columns | ExpertColumns):
+            parts, widths = [name for name, _ in entry.parts], [attrgetter(size)(spec) for _, size in entry.parts]
+        elif isinstance(entry, ExpertStack):
+            parts, widths = [entry.hf], [sum(attrgetter(size)(spec) for size in entry.widths)]
+        else:
             continue
-        kinds = {is_matrix(hf_name) for hf_name, _ in entry.parts}
+        kinds = {is_matrix(name) for name in parts}
         if len(kinds) != 1:
-            raise StateError(f"{entry.ours} fuses weights that are multiplied in FP8 with others: {[name for name, _ in entry.parts]}")
+            raise StateError(f"{entry.ours} fuses weights that are multiplied in FP8 with others: {parts}")
         if kinds.pop():
-            widths = tuple(attrgetter(size)(spec) for _, size in entry.parts)
-            found |= {entry.ours.replace("{layer}", str(layer)): widths for layer in range(spec.num_layers)}
+            found |= {entry.ours.replace("{layer}", str(layer)): tuple(widths) for layer in range(spec.num_layers)}
     return found

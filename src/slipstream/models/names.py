@@ -104,6 +104,19 @@ class ExpertColumns:
 
 
 @dataclass(frozen=True)
+class ExpertStack:
+    """Matrices of all experts in one tensor of the checkpoint, [experts, in, out] there too."""
+
+    ours: str
+    hf: str
+    widths: tuple[str, ...]
+    """Attributes of ModelSpec that add up to out."""
+
+    def views(self, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+        yield self.hf, tensor
+
+
+@dataclass(frozen=True)
 class NameTable:
     """All parameters of a family, in the order in which they are saved."""
 

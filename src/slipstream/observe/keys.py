@@ -173,6 +173,13 @@ TRAINER = (
         "Rising: experts starve; set `trainer.balance_rate` or freeze the router.",
     ),
     Metric(
+        "trainer/balance/aux_loss",
+        "The auxiliary loss before its weight, mean over tokens and MoE layers; only with `trainer.aux_loss`.",
+        "ratio",
+        "1 (even within each document) to the number of experts over top-k",
+        "Not falling: raise `trainer.aux_loss`. Reward falls with it: lower it.",
+    ),
+    Metric(
         "trainer/memory/rss_mib",
         "Resident memory of the trainer process.",
         "MiB",

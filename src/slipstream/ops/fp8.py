@@ -20,7 +20,7 @@ from slipstream.errors import StateError
 DEPTH = 128
 """Values of the contracted dimension that share a scale."""
 LARGEST = 448.0
-"""The largest E4M3 number. Without infinities: larger ones must be cut, or they become NaN on some devices."""
+"""The largest E4M3 number; what the largest value of a tile becomes."""
 SMALLEST_SCALE = 2.0**-126
 ACTIVATION, TOKENS, WEIGHT = (1, DEPTH), (DEPTH, 1), (DEPTH, DEPTH)
 """Tiles (rows, columns): of what is contracted over its columns, of what is contracted over its rows, of a weight."""
@@ -83,7 +83,7 @@ def quantise(x: Tensor, tile: tuple[int, int], power_of_two: bool = False) -> Qu
     padded = torch.nn.functional.pad(x, (0, counts[1] * wide - columns, 0, counts[0] * high - rows))
     tiled = padded.reshape(*x.shape[:-2], counts[0], high, counts[1], wide)
     scales = _scales(tiled.abs().amax((-3, -1)) if tiled.numel() else tiled.new_zeros(*x.shape[:-2], *counts), power_of_two)
-    scaled = (tiled / scales[..., :, None, :, None]).clamp_(-LARGEST, LARGEST)
+    scaled = tiled / scales[..., :, None, :, None]  # at most 448 but for rounding, which E4M3 takes back
     codes = scaled.to(torch.float8_e4m3fn).reshape(padded.shape)[..., :rows, :columns]
     return Quantised(codes, scales, tile)
 

@@ -27,49 +27,84 @@ from slipstream.ops.fp8 import ACTIVATION, WEIGHT, Quantised, contract_tokens, g
 
 
 class Fp8Errors:
-    """What rounding to FP8 does, summed over everything that was quantised since `take`; metrics only."""
+    """What rounding to FP8 does, summed over everything that was quantised since `reset`; metrics only."""
+
+    KINDS = "weight", "input", "grad"
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[float]] = {}
+        self.reset()
 
-    def add(self, kind: str, exact: Tensor, quantised: Quantised) -> None:
+    def reset(self) -> None:
+        self.sums_K4 = torch.zeros(len(self.KINDS), 4, dtype=torch.float64)
+        """By kind: squares of the errors, squares of the values, values that became 0, values. Can be added up over processes."""
+
+    def add(self, kind: str, exact: Tensor, quantised: Quantised, times: int = 1) -> None:
+        """`times`: for how many tensors of this size it stands."""
         exact = exact.detach().float()
         values = quantised.dequantise()
         lost = ((values == 0) & (exact != 0)).sum()
         new = [float((values - exact).square().sum()), float(exact.square().sum()), float(lost), float(exact.numel())]
-        self._sums[kind] = [a + b for a, b in zip(self._sums.get(kind, [0.0] * 4), new, strict=True)]
+        self.sums_K4[self.KINDS.index(kind)] += times * torch.tensor(new, dtype=torch.float64)
 
-    def take(self) -> dict[str, tuple[float, float]]:
-        """By kind: (norm of the error over the norm of the values, share of values that became 0). Starts anew."""
-        sums, self._sums = self._sums, {}
-        return {kind: ((error / max(size, 1e-300)) ** 0.5, lost / max(1.0, count)) for kind, (error, size, lost, count) in sums.items()}
+    def shares(self) -> dict[str, tuple[float, float]]:
+        """By kind, of those that occurred: (norm of the error over the norm of the values, share of values that became 0)."""
+        by_kind = zip(self.KINDS, self.sums_K4.tolist(), strict=True)
+        return {kind: ((error / max(size, 1e-300)) ** 0.5, lost / count) for kind, (error, size, lost, count) in by_kind if count}
 
 
 class Fp8Weight(nn.Parameter):
-    """[K, N], or [E, K, N] of experts. `requantise` after every change of its values."""
+    """[K, N], or [E, K, N] of experts. Its codes are either kept (`of`), or made from its values at every use, or came from elsewhere
+    (`turn_into`)."""
 
     columns: tuple[int, ...]
     """Widths of the matrices side by side in it, each quantised by itself."""
     power_of_two: bool
     errors: Fp8Errors
-    parts: tuple[Quantised, ...]
+    times: int
+    """For how many weights of this size it stands in `errors`."""
+    kept: tuple[Quantised, ...] | None
 
     @staticmethod
     def of(weight: nn.Parameter, columns: Sequence[int], power_of_two: bool, errors: Fp8Errors) -> Fp8Weight:
-        """The same memory as a weight of this class; its gradient is float32 whatever its dtype."""
+        """The same memory as a weight of this class. `requantise` it after every change of its values."""
         made: Any = torch.Tensor._make_subclass(Fp8Weight, weight.detach(), weight.requires_grad)
-        made.columns, made.power_of_two, made.errors = tuple(columns), power_of_two, errors
-        if made.requires_grad:
-            made.grad_dtype = torch.float32
+        Fp8Weight.turn_into(made, columns, power_of_two, errors)
         made.requantise()
         return made
 
-    @torch.no_grad()
+    @staticmethod
+    def turn_into(
+        weight: nn.Parameter,
+        columns: Sequence[int],
+        power_of_two: bool,
+        errors: Fp8Errors,
+        times: int = 1,
+        codes: tuple[Quantised, ...] | None = None,
+    ) -> None:
+        """Make `weight` itself one, for whoever holds on to it and changes its values behind our back: FSDP gathers into one parameter
+        again and again, and frees it in between. Its gradient becomes float32 whatever its dtype. With `codes` its values are never
+        read."""
+        made: Any = weight
+        made.__class__ = Fp8Weight
+        made.columns, made.power_of_two, made.errors, made.times, made.kept = tuple(columns), power_of_two, errors, times, codes
+        if made.requires_grad:
+            made.grad_dtype = torch.float32
+
+    @property
+    def parts(self) -> tuple[Quantised, ...]:
+        """Its matrices in FP8."""
+        return self._quantised() if self.kept is None else self.kept
+
     def requantise(self) -> None:
-        values = self.detach()
-        self.parts = tuple(quantise(part, WEIGHT, self.power_of_two) for part in values.split(self.columns, -1))
-        for part, quantised in zip(values.split(self.columns, -1), self.parts, strict=True):
-            self.errors.add("weight", part, quantised)
+        self.kept = self._quantised()
+
+    @torch.no_grad()
+    def _quantised(self) -> tuple[Quantised, ...]:
+        values = self.detach().split(self.columns, -1)
+        parts = tuple(quantise(part, WEIGHT, self.power_of_two) for part in values)
+        for part, quantised in zip(values, parts, strict=True):
+            self.errors.add("weight", part, quantised, self.times)
+        return parts
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -114,8 +149,8 @@ class _Product(torch.autograd.Function):
         x = quantise(x_TK, ACTIVATION, weight.power_of_two)
         weight.errors.add("input", x_TK, x)
         ctx.save_for_backward(x.codes, x.scales)
-        ctx.weight, ctx.parts, ctx.ends = weight, [_stack(part) for part in weight.parts], ends
-        return torch.cat([grouped_matmul(x, part, ends) for part in ctx.parts], -1).to(x_TK.dtype)
+        ctx.weight, ctx.ends = weight, ends
+        return torch.cat([grouped_matmul(x, _stack(part), ends) for part in weight.parts], -1).to(x_TK.dtype)
 
     @staticmethod
     @once_differentiable
@@ -123,8 +158,8 @@ class _Product(torch.autograd.Function):
         weight: Fp8Weight = ctx.weight
         dx_TK = dw = None
         if ctx.needs_input_grad[0]:
-            parts = zip(dy_TN.split(weight.columns, -1), ctx.parts, strict=True)
-            dx_TK = torch.stack([_input_gradient(dy, part, ctx.ends, weight) for dy, part in parts]).sum(0).to(dy_TN.dtype)
+            parts = zip(dy_TN.split(weight.columns, -1), weight.parts, strict=True)
+            dx_TK = torch.stack([_input_gradient(dy, _stack(part), ctx.ends, weight) for dy, part in parts]).sum(0).to(dy_TN.dtype)
         if ctx.needs_input_grad[1]:
             codes, scales = ctx.saved_tensors
             x_TK = Quantised(codes, scales, ACTIVATION).dequantise()

@@ -65,6 +65,9 @@ class _Across:
     def route(self, moe_layer: int, scores_TE: Tensor, top_k: int) -> Tensor:
         return self._inner.route(moe_layer, scores_TE, top_k)
 
+    def weigh(self, moe_layer: int, logits_TE: Tensor, gates_TK: Tensor) -> Tensor:
+        return self._inner.weigh(moe_layer, logits_TE, gates_TK)
+
 
 class _Crossed(_Across):
     """Only the heads of chunks need other processes (see `parallel.tiles`): the rest attends as ever."""

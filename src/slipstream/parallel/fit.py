@@ -20,8 +20,6 @@ def _problem(spec: ModelSpec, cp_method: str, cp: int, ep: int) -> str:
         return f"ep = {ep} shares out experts, and this model of the family {spec.family!r} has none"
     if ep > 1 and spec.num_experts % ep:
         return f"ep = {ep} does not divide the {spec.num_experts} experts of the model"
-    if ep > 1 and spec.clamped is not None:
-        return f"ep = {ep} shares out experts, and the fused ones of {spec.family!r} cannot be yet"
     if cp > 1 and cp_method == "ulysses" and spec.indexer is not None:
         return (
             f"cp = {cp} with cp_method = 'ulysses' gives each process some of the heads of all tokens, and the sparse attention of "

@@ -6,17 +6,17 @@ with gloo there is one way to do that which is right for all group sizes (docs/d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.models.decoder import Decoder
 from slipstream.models.layers import MoE
-from slipstream.parallel.comm import all_gather
-from slipstream.parallel.expert import SharedExperts
+from slipstream.parallel.comm import all_gather, all_to_all
 from slipstream.parallel.mesh import Mesh
 
 
@@ -34,8 +34,8 @@ def shard(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
 
     for layer in model.layers:
         for module in layer.modules():
-            if isinstance(module, SharedExperts):
-                sharded(module, reshard=True, experts=True)
+            if isinstance(module, MoE) and mesh.config.ep > 1:
+                sharded(module.experts, reshard=True, experts=True)
         sharded(layer, reshard=True)
     sharded(model, reshard=False)
     for module in model.modules():
@@ -87,10 +87,46 @@ def part(full: Tensor, like: Tensor, mesh: Mesh) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _is_expert(tensor: DTensor) -> bool:
-    return "expert_fsdp" in (tensor.device_mesh.mesh_dim_names or ())
+@torch.no_grad()
+def change_whole(tensors: Sequence[Tensor], changes: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
+    """changes[i](whole tensors[i]), of which this process gets what it keeps of tensors[i].
+
+    Each is put together in one process only, which changes it and sends the parts back: as many at a time as there are processes, so
+    that they share the work, and none holds more than one whole matrix. `tensors` are sharded over the same processes, or all whole.
+    """
+    sharded = [t for t in tensors if isinstance(t, DTensor)]
+    if not sharded:
+        return [change(t) for t, change in zip(tensors, changes, strict=True)]
+    group = sharded[0].device_mesh.get_group(sharded[0].device_mesh.ndim - 1)
+    results: dict[int, Tensor] = {}
+    by_size = sorted(range(len(sharded)), key=lambda i: (-sharded[i].numel(), i))
+    for start in range(0, len(by_size), group.size()):
+        indices = by_size[start : start + group.size()]
+        results |= _exchange([sharded[i] for i in indices], [changes[i] for i in indices], indices, group)
+    return [results[i] for i in range(len(sharded))]
+
+
+def _exchange(
+    tensors: Sequence[DTensor], changes: Sequence[Callable[[Tensor], Tensor]], keys: Sequence[int], group: dist.ProcessGroup
+) -> dict[int, Tensor]:
+    """The i-th tensor is changed in the i-th process of the group; by key."""
+    own = [t.to_local() for t in tensors]
+    sent_P = [t.numel() for t in own] + [0] * (group.size() - len(own))
+    mine = group.rank()
+    shape = tensors[mine].shape if mine < len(tensors) else torch.Size([0])
+    each = -(-shape[0] // group.size())
+    rows_P = [min((rank + 1) * each, shape[0]) - min(rank * each, shape[0]) for rank in range(group.size())]
+    received_P = [rows * shape[1:].numel() for rows in rows_P]
+    whole = all_to_all(torch.cat([t.flatten() for t in own]), sent_P, received_P, group).view(shape)
+    changed = changes[mine](whole) if mine < len(tensors) else whole
+    back = all_to_all(changed.flatten(), received_P, sent_P, group).split(sent_P)
+    return {key: part.view_as(t) for key, part, t in zip(keys, back, own, strict=False)}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a sharded tensor; any other as it is."""
+    """What of a sharded tensor is in this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_expert(tensor: DTensor) -> bool:
+    return "expert_fsdp" in (tensor.device_mesh.mesh_dim_names or ())

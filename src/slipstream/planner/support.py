@@ -27,6 +27,7 @@ FEATURES: Mapping[str, Settings] = {
     "router_replay": {"router_replay": True},
     "balance_rate": {"balance_rate": 0.001},
     "freeze_router": {"freeze_router": True},
+    "aux_loss": {"aux_loss": 0.001},
 }
 """Keys of [trainer]. Anything of `parallel` is asked of PROCESSES processes; all else of one."""
 

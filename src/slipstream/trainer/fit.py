@@ -12,10 +12,6 @@ def check_trains(config: TrainerConfig, optim: OptimConfig, spec: ModelSpec) -> 
     """Raises ConfigError: settings that contradict each other, or that the model has nothing for."""
     if isinstance(spec, HfSpec):
         _check_impl(config, optim, spec)
-    processes = config.parallel.processes
-    if processes > 1 and (config.dtype == "float8" or optim.type == "muon"):
-        what = 'trainer.dtype = "float8"' if config.dtype == "float8" else 'optim.type = "muon"'
-        raise ConfigError(f"{what} needs whole matrices, and trainer.parallel.processes = {processes} shards them: set one process")
     if config.balance_rate and config.freeze_router:
         raise ConfigError(
             f"trainer.balance_rate = {config.balance_rate} moves the routing bias, and trainer.freeze_router = true holds the router: "
@@ -26,6 +22,10 @@ def check_trains(config: TrainerConfig, optim: OptimConfig, spec: ModelSpec) -> 
             f"trainer.balance_rate = {config.balance_rate}: loss-free balancing moves a routing bias, and models of the family "
             f"{spec.family!r} have none; set trainer.balance_rate = 0 (or trainer.freeze_router = true against drift)"
         )
+    if config.aux_loss and (config.freeze_router or config.lora is not None or not spec.moe_layers):
+        held = "trainer.freeze_router = true holds the router" if config.freeze_router else "no adapter of trainer.lora is of the router"
+        why = held if spec.moe_layers else f"{spec.family!r} has no experts"
+        raise ConfigError(f"trainer.aux_loss = {config.aux_loss} evens out experts, and {why}: set trainer.aux_loss = 0")
 
 
 def _check_impl(config: TrainerConfig, optim: OptimConfig, spec: HfSpec) -> None:
@@ -41,5 +41,7 @@ def _check_impl(config: TrainerConfig, optim: OptimConfig, spec: HfSpec) -> None
         problem = "trainer.lora: adapters go by the names and shapes of our own layers; leave [trainer.lora] out"
     elif config.balance_rate:
         problem = f"trainer.balance_rate = {config.balance_rate}: it must know the routing bias; set 0"
+    elif config.aux_loss:
+        problem = f"trainer.aux_loss = {config.aux_loss}: it must know the router's logits; set 0"
     if problem:
         raise ConfigError(f'{problem}, or use a family that slipstream has ({spec.family!r} runs with model.impl = "hf")')

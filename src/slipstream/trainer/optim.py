@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slipstream.config.train import OptimConfig
 from slipstream.parallel.fsdp import part
 from slipstream.parallel.mesh import ALONE, Mesh
-from slipstream.trainer.rules import RuleOptimizer, adamw, muon, sgd, sign_sgd
+from slipstream.trainer.rules import Rule, RuleOptimizer, adamw, muon, sgd, sign_sgd
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
@@ -39,26 +39,27 @@ def make_optimizer(
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if config.type == "adamw" and config.moments == "float32":
-        groups = [{"params": list(trained.values())}]
-        return torch.optim.AdamW(_by_decay(groups, config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        groups = _groups(trained, config)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
     if config.type == "muon":
-        groups = [{"params": [p], "rule": muon(config, columns[name])} for name, p in trained.items() if name in columns]
-        groups.append({"params": [p for name, p in trained.items() if name not in columns], "rule": adamw(config)})
+        matrices = {name: p for name, p in trained.items() if name in columns}
+        rest = {name: p for name, p in trained.items() if name not in columns}
+        widths: dict[Tensor, Sequence[int]] = {p: columns[name] for name, p in matrices.items()}
+        groups = _groups(matrices, config, muon(config, widths)) + _groups(rest, config, adamw(config))
     else:
-        rule = {"adamw": adamw, "sgd": sgd, "sign_sgd": sign_sgd}[config.type](config)
-        groups = [{"params": list(trained.values()), "rule": rule}]
-    return RuleOptimizer(_by_decay(groups, config), config.lr)
+        groups = _groups(trained, config, {"adamw": adamw, "sgd": sgd, "sign_sgd": sign_sgd}[config.type](config))
+    return RuleOptimizer(groups, config.lr)
 
 
-def _by_decay(groups: Sequence[Mapping[str, Any]], config: OptimConfig) -> list[dict[str, Any]]:
-    """Each group cut into its matrices, which decay, and the rest; and by mesh, since a fused call takes tensors of one mesh."""
-    found = []
-    for group in groups:
-        params: dict[tuple[float, object], list[nn.Parameter]] = {}
-        for p in group["params"]:
-            params.setdefault((config.weight_decay if p.ndim >= 2 else 0.0, getattr(p, "device_mesh", None)), []).append(p)
-        found += [{**group, "params": same, "weight_decay": decay} for (decay, _), same in params.items()]
-    return found
+def _groups(parameters: Mapping[str, nn.Parameter], config: OptimConfig, rule: Rule | None = None) -> list[dict[str, Any]]:
+    """Matrices, which decay, and the rest (the biases of experts lie in a matrix, and are none); by mesh, since a fused call takes
+    tensors of one mesh."""
+    found: dict[tuple[float, object], list[nn.Parameter]] = {}
+    for name, p in parameters.items():
+        decays = p.ndim >= 2 and not name.endswith("bias")
+        found.setdefault((config.weight_decay if decays else 0.0, getattr(p, "device_mesh", None)), []).append(p)
+    own = {} if rule is None else {"rule": rule}
+    return [{"params": same, "weight_decay": decay, **own} for (decay, _), same in found.items()]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

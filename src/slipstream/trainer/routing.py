@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.models.context import FullContext
+from slipstream.models.context import Auxiliary, FullContext
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.spec import ModelSpec
 from slipstream.parallel.mesh import Mesh
 from slipstream.types import MicroBatch
 
 
-def row_context(row: MicroBatch, spec: ModelSpec, replay: bool) -> FullContext:
+def row_context(row: MicroBatch, spec: ModelSpec, replay: bool, auxiliary: Auxiliary | None = None) -> FullContext:
     """Attention within the documents of `row`; experts forced on its valid routing rows, native elsewhere."""
     record = bool(spec.moe_layers)
     if not (record and replay and row.routing_TLK is not None and row.routing_valid_T is not None and row.routing_valid_T.any()):
-        return FullContext(row.doc_starts_D, record=record)
+        return FullContext(row.doc_starts_D, record=record, auxiliary=auxiliary)
     forced_TLK = torch.from_numpy(row.routing_TLK.astype(np.int64))
-    return FullContext(row.doc_starts_D, forced_TLK, torch.tensor(row.routing_valid_T), record=True)
+    return FullContext(row.doc_starts_D, forced_TLK, torch.tensor(row.routing_valid_T), record=True, auxiliary=auxiliary)
 
 
 class RoutingStats:
@@ -36,6 +36,8 @@ class RoutingStats:
         """(token, choice) pairs sent to each expert."""
         self.native_LE = np.zeros_like(self.load_LE)
         """Pairs that the trainer's own router would have sent there, forced or not."""
+        self.aux_loss: float | None = None
+        """Mean over tokens and layers, where there is one (`trainer.aux_loss`)."""
         self._tokens = self._replayed = self._flipped = 0
 
     def add(self, row: MicroBatch, context: FullContext, replay: bool) -> None:
@@ -71,6 +73,7 @@ class RoutingStats:
             "trainer/replay/coverage_frac": self._replayed / self._tokens,
             "trainer/replay/flip_frac": self._flipped / pairs,
             "trainer/balance/imbalance": float(busiest_L.mean()),
+            **({} if self.aux_loss is None else {"trainer/balance/aux_loss": self.aux_loss}),
         }
 
 

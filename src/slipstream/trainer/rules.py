@@ -1,11 +1,12 @@
-"""Update rules, each a function of (parameter, its state, rate), and the optimizer that applies them group by group.
+"""Update rules, each a function of (parameters, their states, rate), and the optimizer that applies them group by group.
 
 State is kept in `optim.moments` between steps and computed with in float32; what a step uses is not rounded, what the next one finds is.
+Parameters may be sharded over processes: most rules work on every element by itself, so on every shard; Muon takes matrices whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from slipstream.config.train import OptimConfig
+from slipstream.parallel.fsdp import change_whole, local
 
 State = dict[str, Tensor]
-Rule = Callable[[Tensor, State, float], None]
-"""Changes a parameter in place by its gradient; (parameter, state, rate)."""
+Rule = Callable[[Sequence[Tensor], Sequence[State], float], None]
+"""Changes parameters in place by their gradients; (parameters, state of each, rate)."""
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -28,35 +30,43 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                    group["rule"](p, self.state[p], group["lr"])
+            trained = [p for p in group["params"] if p.grad is not None]
+            for p in trained:
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+            group["rule"](trained, [self.state[p] for p in trained], group["lr"])
 
 
 def adamw(config: OptimConfig) -> Rule:
     """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2."""
-    return partial(_adamw, config)
+    return partial(_each, partial(_adamw, config))
 
 
 def sgd(config: OptimConfig) -> Rule:
     """b = momentum · b + g; p -= lr · b."""
-    return partial(_sgd, config)
+    return partial(_each, partial(_sgd, config))
 
 
 def sign_sgd(config: OptimConfig) -> Rule:
     """p -= lr · sign(mean of gradients) (Bernstein et al., "signSGD", 2018, algorithm 2)."""
-    return partial(_sign_sgd, config)
+    return partial(_each, partial(_sign_sgd, config))
 
 
-def muon(config: OptimConfig, columns: Sequence[int]) -> Rule:
+def muon(config: OptimConfig, columns: Mapping[Tensor, Sequence[int]]) -> Rule:
     """p -= lr · 0.2 · sqrt(max(rows, columns)) · orthogonalised(Nesterov momentum), for each matrix and each expert by itself.
 
     Liu et al., "Muon is Scalable for LLM Training", 2025, equation 4; the factor gives the update the root mean square of AdamW's.
-    `columns`: widths of the matrices side by side in the parameter.
+    `columns`: widths of the matrices side by side in each parameter.
     An expert that no token reached keeps its place: orthogonalising would bring what is left of its momentum to full size, step after step.
+
+    Sharded over processes, experts are whole where they are. Of the other matrices each is put together, and orthogonalised, in one
+    process.
     """
-    return partial(_muon, config, tuple(columns))
+    return partial(_muon, config, columns)
+
+
+def _each(rule: Callable[[Tensor, State, float], None], params: Sequence[Tensor], states: Sequence[State], lr: float) -> None:
+    for p, state in zip(params, states, strict=True):
+        rule(p, state, lr)
 
 
 def _adamw(config: OptimConfig, p: Tensor, state: State, lr: float) -> None:
@@ -83,12 +93,24 @@ def _sign_sgd(config: OptimConfig, p: Tensor, state: State, lr: float) -> None:
     p.add_(mean.sign(), alpha=-lr)
 
 
-def _muon(config: OptimConfig, columns: Sequence[int], p: Tensor, state: State, lr: float) -> None:
-    grad = _gradient(p)
-    ahead = grad.lerp(_moving_mean(config, state, "momentum", grad, config.momentum), config.momentum)
-    ahead = ahead * grad.flatten(-2).any(-1)[..., None, None]
-    for target, matrix in zip(p.split(tuple(columns), -1), ahead.split(tuple(columns), -1), strict=True):
-        target.add_(orthogonalised(matrix), alpha=-lr * 0.2 * max(matrix.shape[-2:]) ** 0.5)
+def _muon(
+    config: OptimConfig, columns: Mapping[Tensor, Sequence[int]], params: Sequence[Tensor], states: Sequence[State], lr: float
+) -> None:
+    stacks, matrices = ([i for i, p in enumerate(params) if p.ndim == ndim] for ndim in (3, 2))
+    grads = [_gradient(p) for p in params]
+    ahead = [g.lerp(_moving_mean(config, s, "momentum", g, config.momentum), config.momentum) for g, s in zip(grads, states, strict=True)]
+    steps = [partial(_orthogonal_step, columns[p]) for p in params]
+    for i in stacks:
+        reached_E11 = local(grads[i]).flatten(-2).any(-1)[:, None, None]
+        local(params[i]).add_(steps[i](local(ahead[i]) * reached_E11), alpha=-lr)
+    changed = change_whole([ahead[i] for i in matrices], [steps[i] for i in matrices])
+    for i, step in zip(matrices, changed, strict=True):
+        local(params[i]).add_(step, alpha=-lr)
+
+
+def _orthogonal_step(columns: Sequence[int], x: Tensor) -> Tensor:
+    """Of `x` [..., m, n], matrices of the widths `columns` side by side: each orthogonalised and scaled."""
+    return torch.cat([orthogonalised(matrix) * (0.2 * max(matrix.shape[-2:]) ** 0.5) for matrix in x.split(tuple(columns), -1)], -1)
 
 
 def orthogonalised(x: Tensor) -> Tensor:

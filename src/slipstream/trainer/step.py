@@ -30,6 +30,7 @@ from slipstream.parallel.context import across, gather_tokens
 from slipstream.parallel.fsdp import clip_gradients, gather, part
 from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.parallel.rows import own_rows, spans, take
+from slipstream.trainer.aux_loss import AuxLoss
 from slipstream.trainer.fit import check_trains
 from slipstream.trainer.lora import LoraWeights
 from slipstream.trainer.memory import Trimmer
@@ -69,6 +70,7 @@ class Learner:
             assert isinstance(model, Decoder)  # `trainer.fit`
             self.weights = LoraWeights(model, config, config.lora, mesh)
         parallelise(self.weights.compute, mesh, self._dtype, config)
+        self.weights.sharded()
         if isinstance(self.weights, LoraWeights):
             self.weights.attach()
         self.optimizer = make_optimizer(self.weights.trained, self.weights.columns, optim)
@@ -100,12 +102,14 @@ class Learner:
         sums, routing = TokenSums(), RoutingStats(self.weights.master.spec)
         self.optimizer.zero_grad(set_to_none=True)
         rows = [row for row in batch.micro_batches if row.loss_mask_T.any()]
+        even = AuxLoss(self.config.aux_loss, self.weights.master.spec, sum(row.num_tokens for row in rows), self.mesh)
         for row in own_rows(rows, self.mesh):
-            self._row(row, batch, sums, routing)
+            self._row(row, batch, sums, routing, even)
         sums.combine(self.mesh)
         routing.combine(self.mesh)
         if isinstance(self.weights, LoraWeights):
             self.weights.combine()
+        routing.aux_loss = even.mean() if self.config.aux_loss else None
         return sums, routing
 
     @property
@@ -149,11 +153,12 @@ class Learner:
         kept = gather({name: p.detach() for name, p in model.named_parameters()}, self.mesh, dtype)
         return {name: view.contiguous() for name, view in hf_views(model, kept).items()}
 
-    def _row(self, row: MicroBatch, batch: Batch, sums: TokenSums, routing: RoutingStats) -> None:
+    def _row(self, row: MicroBatch, batch: Batch, sums: TokenSums, routing: RoutingStats, even: AuxLoss) -> None:
         """Forward and backward of one row; gradients add up in the parameters."""
         parts, model = spans(row.doc_starts_D, self.mesh.config), self.weights.compute
-        here = take(row, parts[self.mesh.context])
-        context = row_context(here, model.spec, self.config.router_replay)
+        own = parts[self.mesh.context]
+        here = take(row, own)
+        context = row_context(here, model.spec, self.config.router_replay, even.of(row, own) if self.config.aux_loss else None)
         seen = across(context, row, parts, self.mesh)
         hidden_tD = model(torch.tensor(here.tokens_T), torch.tensor(here.positions_T), seen)
         at_N = row.loss_mask_T.nonzero()[0]

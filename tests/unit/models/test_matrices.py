@@ -43,8 +43,16 @@ def test_the_map_under_our_names_is_the_map_under_those_of_the_checkpoint(preset
         assert sides == {name in columns}
         if name in columns:
             assert sum(columns[name]) == parameter.shape[-1]
-            views = hf_views(subject, {name: parameter}).values()
-            assert tuple(view.shape[0] for view in views)[: len(columns[name])] == columns[name]
+            views = hf_views(subject, {name: parameter}).values()  # [out, in], or stacks [experts, in, out]
+            assert tuple(view.shape[0 if view.ndim == 2 else 2] for view in views)[: len(columns[name])] == columns[name]
+
+
+def test_the_stacked_experts_of_gpt_oss_are_matrices_and_their_biases_are_not():
+    subject = model("tiny-gpt-oss")
+    columns = fused_columns(subject.names, subject.spec)
+    assert columns["layers.1.ffn.experts.gate_up"] == (2 * subject.spec.expert_intermediate,)
+    assert columns["layers.1.ffn.experts.down"] == (subject.spec.hidden,)
+    assert not any("bias" in name for name in columns)
 
 
 def test_the_router_is_no_gate_projection():

@@ -28,13 +28,14 @@ def randn(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
     )
 
 
-def rounded(x: Tensor, tile: tuple[int, int]) -> Tensor:
+def rounded(x: Tensor, tile: tuple[int, int], power_of_two: bool = False) -> Tensor:
     """The values that the codes of `x` [M, N] stand for, float64, by searching the grid."""
     out = torch.empty(x.shape, dtype=torch.float64)
     for i in range(0, x.shape[0], tile[0]):
         for j in range(0, x.shape[1], tile[1]):
             part = x[i : i + tile[0], j : j + tile[1]]
             scale = (part.abs().max().float() / 448).double()
+            scale = scale.log2().ceil().exp2() if power_of_two else scale
             at = (part / scale.float()).double()
             nearest = (at.unsqueeze(-1) - GRID).abs().argmin(-1)
             out[i : i + tile[0], j : j + tile[1]] = GRID[nearest] * scale

@@ -35,12 +35,24 @@ DEEPSEEK = {
     "n_group": 1,
     "topk_group": 1,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "intermediate_size": 72,
+    "num_local_experts": 8,
+    "attention_bias": True,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_scaling": {"rope_type": "default"},
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+FAMILIES = {"qwen3_moe": {}, "deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS}
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory) -> Path:
-    family = DEEPSEEK if request.param == "deepseek_v3" else {}
-    return model_folder(tmp_path_factory.mktemp("model"), **SIZES, **family)
+    return model_folder(tmp_path_factory.mktemp("model"), **{**SIZES, **FAMILIES[request.param]})
 
 
 def test_the_matrices_of_the_precision_map_are_multiplied_in_fp8_and_nothing_else_is(folder):
@@ -132,4 +144,4 @@ def test_a_run_that_is_interrupted_and_resumed_ends_with_bit_identical_weights(t
     trainer = {"dtype": "float8"}
     whole, resumed = whole_and_resumed(tmp_path, folder, trainer)
     assert fingerprints(resumed) == fingerprints(whole)
-    assert load_model(whole / "final", torch.bfloat16).spec.family in ("qwen3_moe", "deepseek_v3")
+    assert load_model(whole / "final", torch.bfloat16).spec.family in FAMILIES

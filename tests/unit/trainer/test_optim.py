@@ -38,15 +38,16 @@ def test_a_warm_up_as_long_as_the_run_does_not_divide_by_zero():
     assert learning_rate(optim(schedule="linear", warmup_steps=4), 4, 4) == 1.0
 
 
-def test_weight_decay_touches_matrices_and_expert_stacks_but_not_norms_biases_or_frozen_parameters():
-    shapes = [(3, 2), (4, 3, 2), (3,), (3, 2)]
-    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    parameters[3].requires_grad_(False)
-    optimizer = make_optimizer({str(i): p for i, p in enumerate(parameters)}, {}, optim(weight_decay=0.5, lr=0.1))
-    for p in parameters[:3]:
-        p.grad = torch.zeros_like(p)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_weight_decay_touches_matrices_and_expert_stacks_but_not_norms_biases_or_frozen_parameters(kind):
+    shapes = {"out": (3, 2), "experts.down": (4, 3, 2), "norm": (3,), "experts.down_bias": (4, 2), "frozen": (3, 2)}
+    parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    parameters["frozen"].requires_grad_(False)
+    optimizer = make_optimizer(parameters, {}, optim(type=kind, weight_decay=0.5, lr=0.1))
+    for p in parameters.values():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizer.step()
-    assert [p.detach().max().item() for p in parameters] == pytest.approx([0.95, 0.95, 1.0, 1.0])
+    assert [p.detach().max().item() for p in parameters.values()] == pytest.approx([0.95, 0.95, 1.0, 1.0, 1.0])
 
 
 def test_the_first_step_of_adam_moves_by_the_rate_against_the_sign_of_the_gradient():
