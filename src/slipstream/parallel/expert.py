@@ -20,9 +20,7 @@ from slipstream.parallel.mesh import Mesh
 
 def share_experts(model: Decoder, mesh: Mesh) -> None:
     """Replace the experts of every layer, in place; this process keeps its part of them."""
-    for layer in model.spec.moe_layers:
-        moe = model.get_submodule(f"layers.{layer}.ffn")
-        assert isinstance(moe, MoE)
+    for moe in [module for module in model.modules() if isinstance(module, MoE)]:
         moe.register_module("experts", SharedExperts(moe.experts, mesh))
 
 

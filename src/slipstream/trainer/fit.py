@@ -16,6 +16,11 @@ def check_trains(config: TrainerConfig, optim: OptimConfig, spec: ModelSpec) -> 
     if processes > 1 and (config.dtype == "float8" or optim.type == "muon"):
         what = 'trainer.dtype = "float8"' if config.dtype == "float8" else 'optim.type = "muon"'
         raise ConfigError(f"{what} needs whole matrices, and trainer.parallel.processes = {processes} shards them: set one process")
+    if config.lora is not None and config.parallel.pp > 1:
+        raise ConfigError(
+            f"[trainer.lora] trains adapters that every process has whole, and trainer.parallel.pp = {config.parallel.pp} gives each "
+            "process some of the layers: set pp = 1, or leave [trainer.lora] out"
+        )
     if config.balance_rate and config.freeze_router:
         raise ConfigError(
             f"trainer.balance_rate = {config.balance_rate} moves the routing bias, and trainer.freeze_router = true holds the router: "
