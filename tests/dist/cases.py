@@ -45,6 +45,16 @@ LATENT = {
 MODELS = {
     "qwen3_moe": WIDE,
     "tied": {**WIDE, "tie_word_embeddings": True},
+    "glm4_moe": {  # five layers, of which the first two are dense: MoE layers are counted from another start than layers; routing biases
+        **WIDE,
+        "model_type": "glm4_moe",
+        "architectures": None,
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "use_qk_norm": True,
+    },
     "two kv heads": {**WIDE, "num_key_value_heads": 2},
     "deepseek_v3": LATENT,
     "glm_moe_dsa": {  # the second layer takes the choice of the first; most documents are longer than what is chosen
@@ -99,6 +109,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp ring": {"cp": 2, "cp_method": "ring"},
         "cp ulysses": {"cp": 2, "cp_method": "ulysses"},
         "ep x cp": {"ep": 2, "cp": 2},
+        "pp": {"pp": 2},
+        "pp gpipe": {"pp": 2, "pp_schedule": "gpipe"},
+        "pp interleaved": {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_stages": 2},
     },
     4: {
         "fsdp": {},
@@ -111,7 +124,15 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp ulysses": {"cp": 4, "cp_method": "ulysses"},
         "cp x fsdp": {"cp": 2},
         "ep x cp": {"ep": 4, "cp": 2},
+        "pp": {"pp": 4},
+        "pp x fsdp": {"pp": 2},
+        "pp x hsdp": {"pp": 2, "dp_replicate": 2},
+        "pp x ep": {"pp": 2, "ep": 2},
+        "pp x cp": {"pp": 2, "cp": 2},
+        "pp gpipe x cp": {"pp": 2, "cp": 2, "cp_method": "ulysses", "pp_schedule": "gpipe"},
+        "pp interleaved x ep": {"pp": 2, "ep": 2, "pp_schedule": "interleaved_1f1b", "pp_stages": 2},
     },
+    8: {"pp x ep x cp": {"pp": 2, "ep": 2, "cp": 2}},
 }
 FAMILIES = {
     2: {"cp all-gather": ("deepseek_v3", "glm_moe_dsa", "gpt_oss"), "cp ulysses": ("deepseek_v3", "gpt_oss")},
@@ -121,21 +142,30 @@ FAMILIES = {
 Ring with recomputation for two processes, see `cases`."""
 
 
+SPARSE = {2: ("pp gpipe", "pp interleaved"), 4: ("pp", "pp x hsdp", "pp gpipe x cp", "pp interleaved x ep")}
+
+
 @dataclass(frozen=True)
 class Case:
     layout: str
     replay: bool = True
     recompute: bool = False
     documents: str = "across"
-    """Where documents end: 'on' the edges between processes, or 'across' them; 'dealt': rows can be dealt out without splitting any."""
-    model: str = "qwen3_moe"
+    """Where documents end: 'on' the edges between processes, or 'across' them; 'dealt': rows can be dealt out without splitting any; 'one':
+    there is one document, so most rows are empty."""
+    model: str = ""
+    """'': glm4_moe for pipelines, qwen3_moe for others."""
     loss: str = "dppo"
     dtype: str = "float32"
     lora: bool = False
     settings: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.model:
+            object.__setattr__(self, "model", "glm4_moe" if "pp" in self.layout else "qwen3_moe")
+
     def __str__(self) -> str:
-        defaults = ((self.model, "qwen3_moe"), (self.loss, "dppo"), (self.dtype, "float32"), (self.settings, ""))
+        defaults = ((self.model, ""), (self.loss, "dppo"), (self.dtype, "float32"), (self.settings, ""))
         extras = [value for value, default in defaults if value != default]
         extras += ["lora"] * self.lora
         flags = ["replay" if self.replay else "native", *["recompute"] * self.recompute, f"documents {self.documents}"]
@@ -145,20 +175,24 @@ class Case:
 def cases(world: int) -> list[Case]:
     """All of layout x replay x recompute x documents, and a few with another model, loss or dtype.
 
-    Four processes are slow: of each layout they run the half of the grid in which every pair of settings occurs.
+    Four processes are slow: of each layout they run the half of the grid in which every pair of settings occurs, and so do pipelines, of
+    which SPARSE layouts run two cases. Eight run one.
     """
+    if world == 8:
+        return [Case(layout, recompute=True) for layout in LAYOUTS[world]]
     grid = [Case(*values) for values in product(LAYOUTS[world], (True, False), (False, True), ("on", "across"))]
-    if world == 4:
-        grid = [case for case in grid if (case.replay + case.recompute + (case.documents == "on")) % 2 == 0]
-    extra = [Case(layout, loss="gspo") for layout in LAYOUTS[world] if "cp" in layout]
+    grid = [case for case in grid if (world == 2 and "pp" not in case.layout) or _in_half(case)]
+    grid = [case for case in grid if case.layout not in SPARSE[world] or case.replay == case.recompute]
+    extra = [Case(layout, loss="gspo") for layout in LAYOUTS[world] if "cp" in layout and layout not in SPARSE[world]]
     extra += [Case("fsdp", model="tied"), Case("ep", model="tied"), Case("cp all-gather", model="tied", recompute=True)]
     extra += [Case(layout, model=model) for layout, models in FAMILIES[world].items() for model in models]
     if world == 2:
         extra += [Case("cp ring", model=model, recompute=True) for model in ("deepseek_v3", "glm_moe_dsa", "gpt_oss")]
         extra += [Case("cp ring", model="deepseek_v3", dtype="bfloat16")]
-    extra += [Case(layout, dtype="bfloat16") for layout in LAYOUTS[world]]
-    extra += [Case(layout, lora=True) for layout in LAYOUTS[world]] + [Case("ep", dtype="bfloat16", lora=True)]
-    return grid + extra + SPECIAL[world]
+    extra += [Case(layout, dtype="bfloat16") for layout in LAYOUTS[world] if "pp" not in layout or layout in ("pp gpipe", "pp x ep")]
+    extra += [Case(layout, documents="one") for layout in LAYOUTS[world] if layout in ("pp interleaved", "pp", "pp x ep")]
+    extra += [Case(layout, lora=True) for layout in LAYOUTS[world] if "pp" not in layout] + [Case("ep", dtype="bfloat16", lora=True)]
+    return grid + extra + SPECIAL.get(world, [])
 
 
 _FP8 = {"model": "ragged", "dtype": "float8", "documents": "dealt"}
@@ -174,6 +208,8 @@ SPECIAL = {
         *(Case(layout, recompute=True, settings="auxiliary") for layout in ("fsdp", "ep")),
         Case("cp all-gather", replay=False, settings="auxiliary"),
         Case("ep x cp", recompute=True, model="glm4_moe", settings="balance"),
+        *(Case("pp", recompute=True, settings=settings) for settings in ("muon", "auxiliary")),
+        Case("pp", dtype="float8", documents="dealt"),
     ],
     4: [
         *(Case(layout, **_FP8) for layout in ("ep x fsdp", "ep x hsdp", "cp x fsdp")),
@@ -195,7 +231,14 @@ RESUMED = {
 
 def resumed(world: int) -> list[Case]:
     """Those of which a checkpoint is gone back to."""
-    return [Case(layout, lora=lora) for layout in LAYOUTS[world] for lora in (False, True)] + RESUMED[world]
+    return [
+        *(Case(layout, lora=lora) for layout in LAYOUTS[world] for lora in (False, True) if not (lora and "pp" in layout)),
+        *RESUMED.get(world, []),
+    ]
+
+
+def _in_half(case: Case) -> bool:
+    return (case.replay + case.recompute + (case.documents == "on")) % 2 == 0
 
 
 def batch(case: Case, step: int) -> Batch:
@@ -205,11 +248,13 @@ def batch(case: Case, step: int) -> Batch:
         lengths = [[61], [7, 50, 6], [3, 21, 22, 18], [30, 31], [2, 4, 5]]
     elif case.documents == "dealt":
         lengths = lengths[:4]
+    elif case.documents == "one":
+        lengths = [[61]]
     rng, rows, index = np.random.default_rng(step), [], 0
     for row in lengths:
         samples = []
         for length in row:
-            samples.append(_of_length(rng, index, step, length))
+            samples.append(_of_length(rng, index, step, length, len(ModelSpec.from_config(MODELS[case.model]).moe_layers)))
             index += 1
         rows.append(_pack(samples))
     loss_tokens = sum(int(row.loss_mask_T.sum()) for row in rows)
@@ -217,7 +262,7 @@ def batch(case: Case, step: int) -> Batch:
     return Batch(step, tuple(rows), loss_tokens, tuple(f"r{i}" for i in range(index)), zeros, zeros)
 
 
-def _of_length(rng: np.random.Generator, index: int, step: int, length: int) -> MicroBatch:
+def _of_length(rng: np.random.Generator, index: int, step: int, length: int, moe_layers: int) -> MicroBatch:
     """Tokens of random samples laid end to end, as one sample; every token but the first carries loss."""
     pieces: list[MicroBatch] = []
     while sum(p.num_tokens for p in pieces) < length:
@@ -231,12 +276,14 @@ def _of_length(rng: np.random.Generator, index: int, step: int, length: int) -> 
         "logprobs_T": np.where(mask, -3.9 + 0.3 * rng.standard_normal(length), 0).astype(np.float32),
         "versions_T": np.where(mask, step - 1, -1).astype(np.int32),
         "advantages_T": np.full(length, rng.standard_normal(), dtype=np.float32),
+        "routing_TLK": np.argsort(rng.random((length, moe_layers, 8)), axis=2)[..., :2].astype(np.uint8),
     }
     return MicroBatch(**parts, doc_starts_D=np.array([0, length], dtype=np.int32))
 
 
 def learner(case: Case, mesh: Mesh = ALONE, **changes: Any) -> Learner:
     values = {"row_tokens": ROW_TOKENS, "router_replay": case.replay, "recompute": "layer" if case.recompute else "none", "dtype": case.dtype}
+    values |= {"balance_rate": 1e-2} if case.model == "glm4_moe" else {}
     # eps: AdamW would make whole steps of gradients that are rounding noise
     settings = SETTINGS[case.settings]
     optim = {"lr": 1e-3, "eps": 1e-6, "clip_norm": 0.1, **settings.get("optim", {})}

@@ -1,4 +1,4 @@
-"""Worlds of 2 and 4 processes, each started once."""
+"""Worlds of 2, 4 and 8 processes, each started once."""
 
 from __future__ import annotations
 

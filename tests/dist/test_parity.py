@@ -14,10 +14,10 @@ from slipstream.models.hf import hf_views
 from slipstream.models.matrices import fused_columns
 from slipstream.ops.fp8 import WEIGHT, Quantised, quantise
 from slipstream.trainer import checkpoint
-from tests.dist.cases import Case, batch, cases, learner, model, outcome, resumed
+from tests.dist.cases import LAYOUTS, Case, batch, cases, learner, model, outcome, resumed
 
-PARAMS = [pytest.param(world, number, case, id=f"{world}: {case}") for world in (2, 4) for number, case in enumerate(cases(world))]
-TEAMS = [pytest.param(world, case, id=f"{world}: {case}") for world in (2, 4) for case in resumed(world)]
+PARAMS = [pytest.param(world, number, case, id=f"{world}: {case}") for world in LAYOUTS for number, case in enumerate(cases(world))]
+TEAMS = [pytest.param(world, case, id=f"{world}: {case}") for world in LAYOUTS for case in resumed(world)]
 
 
 def of(dtype: str) -> list:

@@ -75,8 +75,8 @@ FAULTS = {
     ),
     "an expert load that is counted twice": (
         "trainer/routing.py",
-        "self.load_LE += _load(ids_TLK, self._spec.num_experts)",
-        "self.load_LE += 2 * _load(ids_TLK, self._spec.num_experts)",
+        "self.load_LE[layers] += _load(ids_TLK, self._spec.num_experts)",
+        "self.load_LE[layers] += 2 * _load(ids_TLK, self._spec.num_experts)",
         1,
         "one process: expert load",
     ),

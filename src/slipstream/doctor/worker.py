@@ -73,6 +73,8 @@ def cases(trainer: TrainerConfig) -> list[Case]:
         Case("EP 2, recompute", {**two, "ep": 2}, {"recompute": again}),
         Case(f"CP 2, {trainer.parallel.cp_method}", {**two, "cp": 2, "cp_method": trainer.parallel.cp_method}),
         Case(f"CP 2, {other}", {**two, "cp": 2, "cp_method": other}),
+        Case("PP 2", {**two, "pp": 2}),
+        Case("PP 2", {**two, "pp": 2}),
         Case("FSDP 2, resume", two, resume=True),
         Case("EP 2 x FSDP 2", {**four, "ep": 2}),
         Case("EP 4 x CP 2", {**four, "ep": 4, "cp": 2, "cp_method": trainer.parallel.cp_method}),

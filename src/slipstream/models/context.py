@@ -135,6 +135,11 @@ class FullContext:
         return self._auxiliary.attach(moe_layer, logits_TE, self._native[moe_layer], gates_TK)
 
     @property
+    def moe_layers(self) -> list[int]:
+        """Which MoE layers the recorded pass went through, ascending: L below. All of them, but for a stage of a pipeline."""
+        return sorted(self._used)
+
+    @property
     def ids_TLK(self) -> Tensor:
         """Experts used in the recorded pass."""
         return self._stack(self._used)

@@ -6,6 +6,7 @@ Shapes: T tokens, D hidden features, V vocabulary, r rotated features of a head,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +34,22 @@ class Decoder(LanguageModel):
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, ctx: Context) -> Tensor:
-        x_TD = F.embedding(token_ids_T, self.embed)
+        return self.leave(self.through(self.enter(token_ids_T), positions_T, ctx, 0, self.spec.num_layers))
+
+    def enter(self, token_ids_T: Tensor) -> Tensor:
+        """What the first layer reads, [T, D]."""
+        return F.embedding(token_ids_T, self.embed)
+
+    def through(self, x_TD: Tensor, positions_T: Tensor, ctx: Context, first: int, end: int) -> Tensor:
+        """Layers first ... end - 1."""
         cos_Pr, sin_Pr = self._rope_tables(x_TD)
         cos_Tr, sin_Tr = cos_Pr.index_select(0, positions_T), sin_Pr.index_select(0, positions_T)
-        for layer in self.layers:
+        for layer in islice(self.layers, first, end):
             x_TD = layer(x_TD, cos_Tr, sin_Tr, ctx)
+        return x_TD
+
+    def leave(self, x_TD: Tensor) -> Tensor:
+        """The final norm of what the last layer wrote."""
         return rms_norm(x_TD, self.norm, self.spec.rms_eps)
 
     @property

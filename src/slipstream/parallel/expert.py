@@ -26,9 +26,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def share_experts(model: Decoder, mesh: Mesh) -> None:
     """Share out the experts of every layer, in place: this process keeps experts rank · e ... (rank + 1) · e - 1 under the same names."""
-    for layer in model.spec.moe_layers:
-        moe = model.get_submodule(f"layers.{layer}.ffn")
-        assert isinstance(moe, MoE)
+    for moe in [module for module in model.modules() if isinstance(module, MoE)]:
         _keep_part(moe.experts, model.spec.num_experts, mesh)
         moe.experts.forward = ExpertExchange(moe.experts.forward, model.spec.num_experts, mesh)
 

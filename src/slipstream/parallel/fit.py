@@ -5,13 +5,18 @@ from __future__ import annotations
 from slipstream.config.parallel import ParallelConfig
 from slipstream.errors import ConfigError
 from slipstream.models.spec import ModelSpec
+from slipstream.parallel.stages import stages
 
 
 def check_fits(config: ParallelConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError: experts or heads cannot be shared by so many processes; says which combination can."""
-    problem = _problem(spec, config.cp_method, config.cp, config.ep)
+    """Raises ConfigError: experts, heads or layers cannot be shared by so many processes; says which combination can."""
+
+    def problem_of(cp: int, ep: int, pp: int) -> str:
+        return _problem(spec, config.cp_method, cp, ep) or _pipeline_problem(spec, pp, config.pp_stages)
+
+    problem = problem_of(config.cp, config.ep, config.pp)
     if problem:
-        nearest = config.nearest(lambda cp, ep: not _problem(spec, config.cp_method, cp, ep))
+        nearest = config.nearest(lambda cp, ep, pp: not problem_of(cp, ep, pp))
         raise ConfigError(f"trainer.parallel: {problem}. The nearest that fits: {nearest}")
 
 
@@ -32,4 +37,23 @@ def _problem(spec: ModelSpec, cp_method: str, cp: int, ep: int) -> str:
             f"and {spec.num_kv_heads} key/value heads of the model; the latter may also divide it, and are copied then "
             "(cp_method = 'all_gather' or 'ring' needs no heads to divide)"
         )
+    return ""
+
+
+def _pipeline_problem(spec: ModelSpec, pp: int, per_process: int) -> str:
+    if pp == 1:
+        return ""
+    number, parts = pp * per_process, f"pp = {pp}" if per_process == 1 else f"pp = {pp} with pp_stages = {per_process}"
+    if spec.tie_embeddings:
+        return f"pp = {pp} keeps embedding and head in different processes, and this model of the family {spec.family!r} ties them"
+    if number > spec.num_layers:
+        return f"{parts} makes {number} parts of the layers, and the model has {spec.num_layers}"
+    if spec.indexer is not None:
+        for stage in stages(spec, number):
+            for layer in range(stage.first, stage.end):
+                if spec.indexer.sources[layer] < stage.first:
+                    return (
+                        f"{parts} cuts the model before layer {stage.first}, and layer {layer} behind it sees the tokens that layer "
+                        f"{spec.indexer.sources[layer]} before it chose"
+                    )
     return ""

@@ -6,7 +6,7 @@ with gloo there is one way to do that which is right for all group sizes (docs/d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.layers import MoE
 from slipstream.parallel.comm import all_gather, all_to_all
 from slipstream.parallel.mesh import Mesh
+from slipstream.parallel.pipeline import own_layers, to_leader
 
 
 def shard(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -32,7 +33,7 @@ def shard(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
     def sharded(module: nn.Module, reshard: bool, experts: bool = False) -> None:
         fully_shard(module, mesh=mesh.shards(experts), reshard_after_forward=reshard, mp_policy=precision, ignored_params=biases)
 
-    for layer in model.layers:
+    for layer in own_layers(model):
         for module in layer.modules():
             if isinstance(module, MoE) and mesh.config.ep > 1:
                 sharded(module.experts, reshard=True, experts=True)
@@ -69,13 +70,15 @@ def whole(tensor: Tensor, mesh: Mesh) -> Tensor:
 
 
 def gather(tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """`tensors` whole, one after the other, sharded ones in `dtype`. Only the leading process keeps them: elsewhere the result is empty."""
-    kept = {}
-    for name, tensor in tensors.items():
-        full = whole(tensor, mesh)
-        if mesh.leads:
-            kept[name] = full if full is tensor or dtype is None else full.to(dtype)
-    return kept
+    """`tensors` whole, one after the other, sharded ones in `dtype`, of all stages of a pipeline. Only the leading process keeps them:
+    elsewhere the result is empty."""
+
+    def wholes() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            full = whole(tensor, mesh)
+            yield name, full if full is tensor or dtype is None else full.to(dtype)
+
+    return to_leader(wholes(), mesh)
 
 
 def part(full: Tensor, like: Tensor, mesh: Mesh) -> Tensor:

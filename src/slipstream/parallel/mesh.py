@@ -1,10 +1,11 @@
 """Which process does what: the one place that joins the processes of a trainer and gives them their coordinates.
 
-    rank = (replica · dp_shard + shard) · cp + context        rows: data = replica · dp_shard + shard
+    rank = ((pipe · dp_replicate + replica) · dp_shard + shard) · cp + context        rows: data = replica · dp_shard + shard
     weights outside the experts:  dp_replicate x fsdp,               fsdp = dp_shard · cp
     experts:                      dp_replicate x expert_fsdp x ep,   expert_fsdp · ep = fsdp
 
-Ranks that differ only in `context` hold neighbouring tokens of the same row; `ep` ranks are neighbours too.
+Ranks that differ only in `context` hold neighbouring tokens of the same row; `ep` ranks are neighbours too. Ranks that differ only in
+`pipe` have the same tokens and other layers: each value of `pipe` has weights of its own, and the meshes above for them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Mesh:
     """[dp_replicate, expert_fsdp, ep]."""
     rows: DeviceMesh | None = None
     """[data, cp]."""
+    pipes: dist.ProcessGroup | None = None
+    """The processes that differ only in `pipe`, in its order."""
 
     @property
     def alone(self) -> bool:
@@ -48,11 +51,24 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        return self.rank // self.config.cp
+        return self.rank % self._per_pipe // self.config.cp
 
     @property
     def context(self) -> int:
         return self.rank % self.config.cp
+
+    @property
+    def pipe(self) -> int:
+        return self.rank // self._per_pipe
+
+    @property
+    def leads_pipe(self) -> bool:
+        """The first of those that hold the same layers."""
+        return self.rank % self._per_pipe == 0
+
+    @property
+    def _per_pipe(self) -> int:
+        return self.config.processes // self.config.pp
 
     @property
     def expert_rank(self) -> int:
@@ -139,13 +155,16 @@ def spread(config: ParallelConfig) -> Mesh:
     """The groups of processes that have joined. All of them call this together."""
 
     def make(**sizes: int) -> DeviceMesh:
-        return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        """Of the processes with the same layers."""
+        return init_device_mesh("cpu", (config.pp, *sizes.values()), mesh_dim_names=("pp", *sizes))[tuple(sizes)]
 
     replicas, fsdp, ep = config.dp_replicate, config.fsdp, config.ep
+    everyone = init_device_mesh("cpu", (config.pp, replicas * fsdp), mesh_dim_names=("pp", "same_layers"))
     return Mesh(
         config,
         dist.get_rank(),
         dense=make(dp_replicate=replicas, fsdp=fsdp),
         expert=make(dp_replicate=replicas, expert_fsdp=fsdp // ep, ep=ep) if ep > 1 else None,
         rows=make(data=config.data, cp=config.cp),
+        pipes=everyone.get_group("pp"),
     )

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.config.train import TrainerConfig
 from slipstream.models.language_model import LanguageModel
 from slipstream.ops.spill import Put, Shelf
+from slipstream.parallel.pipeline import own_layers
 
 
 def recompute(model: LanguageModel, config: TrainerConfig) -> None:
@@ -23,7 +24,7 @@ def recompute(model: LanguageModel, config: TrainerConfig) -> None:
     if config.recompute == "none":
         return
     shelf = Shelf(config.offload.folder, config.offload.in_flight) if config.offload.activations else None
-    for layer in model.decoder_layers:
+    for layer in own_layers(model):
         module = layer if config.recompute == "layer" else layer.get_submodule("ffn")
         again = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
         module.forward = again if shelf is None else partial(_shelved, shelf, again)

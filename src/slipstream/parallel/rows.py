@@ -21,21 +21,22 @@ def own_rows(rows: Sequence[MicroBatch], mesh: Mesh) -> list[MicroBatch]:
 
     All processes have equally many, since each pass is an exchange. Rows are split between documents until they can be dealt out evenly,
     which changes no gradient; where none can be split, empty rows fill up. Longest first, so that the rows of one pass, in which
-    processes wait for each other, are about equally long.
+    processes wait for each other, are about equally long. A pipeline takes `pp` rows or more, an interleaved one a multiple of `pp`.
     """
     if mesh.alone or not rows:
         return list(rows)
-    size = mesh.config.data
-    ordered = sorted(_split(rows, size), key=lambda row: -row.num_tokens)
-    passes = -(-len(ordered) // size)
-    own = ordered[mesh.data :: size]
+    data, pp = mesh.config.data, mesh.config.pp
+    step = pp if mesh.config.pp_schedule == "interleaved_1f1b" else 1
+    ordered = sorted(_split(rows, data * step, data * pp), key=lambda row: -row.num_tokens)
+    passes = max(pp, -(-len(ordered) // (data * step)) * step)
+    own = ordered[mesh.data :: data]
     return own + [cut(ordered[0], 0, 0)] * (passes - len(own))
 
 
-def _split(rows: Sequence[MicroBatch], size: int) -> list[MicroBatch]:
-    """At least as many rows, a multiple of `size` if documents allow it: the longest that can be is halved again and again."""
+def _split(rows: Sequence[MicroBatch], size: int, least: int) -> list[MicroBatch]:
+    """At least `least` rows, a multiple of `size`, if documents allow it: the longest that can be is halved again and again."""
     result = list(rows)
-    while len(result) % size:
+    while len(result) % size or len(result) < least:
         longest = max(range(len(result)), key=lambda i: (len(result[i].doc_starts_D) > 2, result[i].num_tokens))
         row = result[longest]
         inner_D = row.doc_starts_D[1:-1]

@@ -38,7 +38,8 @@ def _checks(config: RunConfig, spec: ModelSpec) -> Iterator[Callable[[], None]]:
     yield lambda: check_share(config)
     if config.cluster.engines == "beside":
         yield lambda: check_room(spec, config.engine, config.model.seq_len)
-    yield lambda: check_memory(config, spec)
+    if config.trainer.parallel.pp == 1:  # the plan of memory does not know pipelines
+        yield lambda: check_memory(config, spec)
 
 
 def check_positions(config: RunConfig, spec: ModelSpec) -> None:
@@ -54,10 +55,11 @@ def check_share(config: RunConfig) -> None:
     """Raises ConfigError: processes that could never get a row, or a token of one. A row is cut between samples only."""
     parallel, batch = config.trainer.parallel, config.orchestrator.batch
     if batch.type == "samples" and batch.samples < parallel.data:
+        nearest = parallel.nearest(lambda cp, ep, pp: parallel.processes // (cp * pp) <= batch.samples)
         raise ConfigError(
             f"orchestrator.batch.samples = {batch.samples} and dp_replicate x dp_shard = {parallel.dp_replicate} x {parallel.dp_shard} = "
             f"{parallel.data}: a batch has fewer samples than there are data ranks, and some of them would never train. The nearest "
-            f"that fits: samples = {parallel.data}, or {parallel.nearest(lambda cp, ep: parallel.processes // cp <= batch.samples)}"
+            f"that fits: samples = {parallel.data}, or {nearest}"
         )
     if parallel.cp > config.trainer.row_tokens:
         raise ConfigError(

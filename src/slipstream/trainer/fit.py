@@ -12,6 +12,11 @@ def check_trains(config: TrainerConfig, optim: OptimConfig, spec: ModelSpec) -> 
     """Raises ConfigError: settings that contradict each other, or that the model has nothing for."""
     if isinstance(spec, HfSpec):
         _check_impl(config, optim, spec)
+    if config.lora is not None and config.parallel.pp > 1:
+        raise ConfigError(
+            f"[trainer.lora] trains adapters that every process has whole, and trainer.parallel.pp = {config.parallel.pp} gives each "
+            "process some of the layers: set pp = 1, or leave [trainer.lora] out"
+        )
     if config.balance_rate and config.freeze_router:
         raise ConfigError(
             f"trainer.balance_rate = {config.balance_rate} moves the routing bias, and trainer.freeze_router = true holds the router: "

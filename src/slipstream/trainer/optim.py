@@ -80,5 +80,7 @@ def load_optimizer_tensors(
     optimizer.state.clear()
     for key, value in tensors.items():
         state, _, name = key.partition("/")
+        if mesh.config.pp > 1 and name not in parameters:
+            continue  # of a layer that another process holds
         parameter = parameters[name]
         optimizer.state[parameter][state] = (part(value, parameter, mesh) if value.ndim else value).clone()

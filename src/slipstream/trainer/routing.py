@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.models.context import Auxiliary, FullContext
 from slipstream.models.language_model import LanguageModel
+from slipstream.models.layers import MoE
 from slipstream.models.spec import ModelSpec
 from slipstream.parallel.mesh import Mesh
 from slipstream.types import MicroBatch
@@ -38,26 +39,29 @@ class RoutingStats:
         """Pairs that the trainer's own router would have sent there, forced or not."""
         self.aux_loss: float | None = None
         """Mean over tokens and layers, where there is one (`trainer.aux_loss`)."""
-        self._tokens = self._replayed = self._flipped = 0
+        self._routed = self._replayed = self._flipped = 0
+        """Times that a token was routed, once in each MoE layer; of these with forced ids; of these to others than its own."""
 
     def add(self, row: MicroBatch, context: FullContext, replay: bool) -> None:
-        if not self._spec.moe_layers:
+        """Count the layers that the pass of `context` went through."""
+        layers = context.moe_layers
+        if not layers:
             return
         ids_TLK, native_TLK = context.ids_TLK, context.native_ids_TLK
-        self.load_LE += _load(ids_TLK, self._spec.num_experts)
-        self.native_LE += _load(native_TLK, self._spec.num_experts)
-        self._tokens += row.num_tokens
+        self.load_LE[layers] += _load(ids_TLK, self._spec.num_experts)
+        self.native_LE[layers] += _load(native_TLK, self._spec.num_experts)
+        self._routed += row.num_tokens * len(layers)
         if replay and row.routing_valid_T is not None:
-            self._replayed += int(row.routing_valid_T.sum())
+            self._replayed += int(row.routing_valid_T.sum()) * len(layers)
             same_TL = (ids_TLK.unsqueeze(3) == native_TLK.unsqueeze(2)).any(3).all(2)
             self._flipped += int((~same_TL).sum())
 
     def combine(self, mesh: Mesh) -> None:
-        """Add up over all processes, each of which has counted tokens of its own."""
-        counts = np.concatenate([self.load_LE.ravel(), self.native_LE.ravel(), [self._tokens, self._replayed, self._flipped]])
+        """Add up over all processes, each of which has counted tokens and layers of its own."""
+        counts = np.concatenate([self.load_LE.ravel(), self.native_LE.ravel(), [self._routed, self._replayed, self._flipped]])
         total = mesh.add_up(torch.from_numpy(counts)).numpy()
         self.load_LE, self.native_LE = total[:-3].reshape(2, *self.load_LE.shape)
-        self._tokens, self._replayed, self._flipped = total[-3:].tolist()
+        self._routed, self._replayed, self._flipped = total[-3:].tolist()
 
     def shares(self) -> np.ndarray:
         """Share of each MoE layer's tokens that went to each expert [L, E]; empty for a dense model."""
@@ -65,13 +69,12 @@ class RoutingStats:
 
     def metrics(self) -> dict[str, float]:
         """Empty for a dense model."""
-        if not self._tokens:
+        if not self._routed:
             return {}
         busiest_L = self.load_LE.max(1) / self.load_LE.mean(1)
-        pairs = max(1, self._replayed * len(self._spec.moe_layers))
         return {
-            "trainer/replay/coverage_frac": self._replayed / self._tokens,
-            "trainer/replay/flip_frac": self._flipped / pairs,
+            "trainer/replay/coverage_frac": self._replayed / self._routed,
+            "trainer/replay/flip_frac": self._flipped / max(1, self._replayed),
             "trainer/balance/imbalance": float(busiest_L.mean()),
             **({} if self.aux_loss is None else {"trainer/balance/aux_loss": self.aux_loss}),
         }
@@ -79,14 +82,15 @@ class RoutingStats:
 
 @torch.no_grad()
 def balance(model: LanguageModel, load_LE: np.ndarray, rate: float) -> None:
-    """Loss-free balancing: b += rate · sign(mean load - load), for every expert of every MoE layer (arXiv 2408.15664, algorithm 1).
+    """Loss-free balancing: b += rate · sign(mean load - load), for every expert of every MoE layer here (arXiv 2408.15664, algorithm 1).
 
     `load_LE` counts the whole batch, whatever the rows, by the choice of this router: what the bias controls. Forced ids are those of
     routers some versions old, with older biases; a controller that is fed with them reacts late and swings.
     """
-    for layer, load_E in zip(model.spec.moe_layers, load_LE, strict=True):
-        sign_E = torch.from_numpy(np.sign(load_E.mean() - load_E))
-        model.get_parameter(f"layers.{layer}.ffn.router_bias").add_(sign_E, alpha=rate)
+    for moe in model.modules():
+        if isinstance(moe, MoE) and moe.router_bias is not None:
+            load_E = load_LE[moe.moe_layer]
+            moe.router_bias.add_(torch.from_numpy(np.sign(load_E.mean() - load_E)), alpha=rate)
 
 
 def _load(ids_TLK: Tensor, num_experts: int) -> np.ndarray:

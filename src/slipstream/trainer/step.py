@@ -29,6 +29,7 @@ from slipstream.parallel.apply import parallelise
 from slipstream.parallel.context import across, gather_tokens
 from slipstream.parallel.fsdp import clip_gradients, gather, part
 from slipstream.parallel.mesh import ALONE, Mesh
+from slipstream.parallel.pipeline import StageRun, run_pipeline
 from slipstream.parallel.rows import own_rows, spans, take
 from slipstream.trainer.aux_loss import AuxLoss
 from slipstream.trainer.fit import check_trains
@@ -103,8 +104,15 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         rows = [row for row in batch.micro_batches if row.loss_mask_T.any()]
         even = AuxLoss(self.config.aux_loss, self.weights.master.spec, sum(row.num_tokens for row in rows), self.mesh)
-        for row in own_rows(rows, self.mesh):
-            self._row(row, batch, sums, routing, even)
+        own = own_rows(rows, self.mesh)
+        if self.mesh.config.pp == 1:
+            for row in own:
+                self._row(row, self.weights.compute, batch, sums, routing, even).backward()
+        else:
+            model = self.weights.compute
+            assert isinstance(model, Decoder)  # others run alone: `trainer.fit`
+            lengths = [spans(row.doc_starts_D, self.mesh.config)[self.mesh.context].num_tokens for row in own]
+            run_pipeline(model, self.mesh, lengths, self._dtype, lambda i, run: self._row(own[i], run, batch, sums, routing, even))
         sums.combine(self.mesh)
         routing.combine(self.mesh)
         if isinstance(self.weights, LoraWeights):
@@ -153,26 +161,29 @@ class Learner:
         kept = gather({name: p.detach() for name, p in model.named_parameters()}, self.mesh, dtype)
         return {name: view.contiguous() for name, view in hf_views(model, kept).items()}
 
-    def _row(self, row: MicroBatch, batch: Batch, sums: TokenSums, routing: RoutingStats, even: AuxLoss) -> None:
-        """Forward and backward of one row; gradients add up in the parameters."""
-        parts, model = spans(row.doc_starts_D, self.mesh.config), self.weights.compute
+    def _row(
+        self, row: MicroBatch, run: LanguageModel | StageRun, batch: Batch, sums: TokenSums, routing: RoutingStats, even: AuxLoss
+    ) -> Tensor:
+        """The loss of one row, to run backward from; where `run` is a stage before the last of a pipeline, the hidden states [t, D]."""
+        parts = spans(row.doc_starts_D, self.mesh.config)
         own = parts[self.mesh.context]
         here = take(row, own)
-        context = row_context(here, model.spec, self.config.router_replay, even.of(row, own) if self.config.aux_loss else None)
+        context = row_context(here, run.spec, self.config.router_replay, even.of(row, own) if self.config.aux_loss else None)
         seen = across(context, row, parts, self.mesh)
-        hidden_tD = model(torch.tensor(here.tokens_T), torch.tensor(here.positions_T), seen)
+        hidden_tD = run(torch.tensor(here.tokens_T), torch.tensor(here.positions_T), seen)
+        routing.add(here, context, self.config.router_replay)
+        if isinstance(run, StageRun) and not run.stage.is_last:
+            return hidden_tD
         at_N = row.loss_mask_T.nonzero()[0]
         logprobs_N, entropy_N = self._logprobs(hidden_tD, row, at_N)
-        routing.add(here, context, self.config.router_replay)
         if not len(at_N):  # adds nothing, but the exchanges of the backward pass take all processes
-            logprobs_N.sum().backward()
-            return
+            return logprobs_N.sum()
         engine_N, advantages_N = torch.tensor(row.logprobs_T[at_N]), torch.tensor(row.advantages_T[at_N])
         mask_N, sample_N = torch.ones(len(at_N), dtype=torch.bool), torch.tensor(row.sample_T[at_N])
         output = self._loss_fn(logprobs_N, engine_N, advantages_N, mask_N, sample_N)
-        (output.loss_T.sum() / batch.loss_tokens).backward()
         if self.mesh.context == 0:  # the other processes of the row see the same loss tokens
             sums.add(output, logprobs_N.detach(), engine_N, entropy_N, torch.tensor(batch.version - row.versions_T[at_N]))
+        return output.loss_T.sum() / batch.loss_tokens
 
     def _logprobs(self, hidden_tD: Tensor, row: MicroBatch, at_N: np.ndarray) -> tuple[Tensor, Tensor]:
         """log p and entropy of the tokens `at_N` of the row, with gradient for those that are predicted here.

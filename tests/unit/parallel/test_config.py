@@ -20,19 +20,23 @@ def config(**values) -> ParallelConfig:
 @pytest.mark.parametrize(
     ("values", "problem", "nearest"),
     [
-        ({"processes": 6, "cp": 4}, "6 is no multiple of dp_replicate x cp = 1 x 4", "dp_replicate = 1, cp = 3, ep = 1"),
+        ({"processes": 6, "cp": 4}, "6 is no multiple of dp_replicate x cp x pp = 1 x 4 x 1", "dp_replicate = 1, cp = 3, ep = 1"),
         ({"processes": 8, "ep": 3}, "ep = 3 does not divide dp_shard x cp = 8 x 1 = 8", "dp_replicate = 1, cp = 1, ep = 4"),
+        ({"processes": 8, "pp": 3}, "8 is no multiple of dp_replicate x cp x pp = 1 x 1 x 3", "cp = 1, ep = 1, pp = 4"),
+        ({"processes": 8, "pp": 2, "ep": 8}, "ep = 8 does not divide dp_shard x cp = 4 x 1 = 4", "cp = 1, ep = 4, pp = 2"),
         ({"processes": 8, "dp_replicate": 2, "ep": 8}, "ep = 8 does not divide", "dp_replicate = 1, cp = 1, ep = 8"),
     ],
 )
 def test_sizes_that_do_not_factor_name_the_nearest_that_do(values, problem, nearest):
     with pytest.raises(ConfigError) as error:
         config(**values)
-    assert problem in str(error.value) and f"processes = {values['processes']}, {nearest}" in str(error.value)
+    assert problem in str(error.value)
+    assert f"nearest that fits: processes = {values['processes']}," in str(error.value) and nearest in str(error.value)
 
 
 def test_what_is_left_over_shards_the_weights():
     assert (config(processes=24, dp_replicate=2, cp=3).dp_shard, config(processes=24, dp_replicate=2, cp=3).fsdp) == (4, 12)
+    assert (config(processes=24, cp=3, pp=4).dp_shard, config(processes=24, cp=3, pp=4).fsdp) == (2, 6)
 
 
 def test_experts_that_cannot_be_shared_out_are_refused():

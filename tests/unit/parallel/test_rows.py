@@ -47,6 +47,22 @@ def test_one_row_of_one_document_leaves_the_others_with_an_empty_one():
     assert shares == [4, 0, 0]
 
 
+@pytest.mark.parametrize("row_tokens", [25, 64, 4096])
+@pytest.mark.parametrize("sizes", [{"pp": 3}, {"pp": 3, "cp": 2}, {"pp": 3, "pp_schedule": "interleaved_1f1b", "pp_stages": 2}])
+def test_a_pipeline_runs_the_same_rows_in_each_stage_and_has_enough_of_them(sizes, row_tokens):
+    batch = make_batch(row_tokens=row_tokens)
+    shares = [own_rows(batch.micro_batches, mesh) for mesh in meshes(12, **sizes)]
+    per_stage = len(shares) // 3
+    for stage in (1, 2):
+        for first, later in zip(shares, shares[stage * per_stage :], strict=False):
+            assert [row.tokens_T.tobytes() for row in first] == [row.tokens_T.tobytes() for row in later]
+    for stage in range(3):
+        first_of_cp = shares[stage * per_stage : (stage + 1) * per_stage : sizes.get("cp", 1)]
+        assert documents([row for share in first_of_cp for row in share]) == documents(list(batch.micro_batches))
+    rows = {len(share) for share in shares}
+    assert len(rows) == 1 and min(rows) >= 3 and (sizes.get("pp_stages") is None or min(rows) % 3 == 0)
+
+
 def test_processes_that_share_a_row_get_the_same_rows():
     shares = [own_rows(make_batch().micro_batches, mesh) for mesh in meshes(4, cp=2)]
     for a, b in ((0, 1), (2, 3)):
