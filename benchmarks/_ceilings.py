@@ -53,9 +53,9 @@ def best_s(fn: Callable[[], object], budget_s: float = BUDGET_S) -> float:
 
 
 @lru_cache
-def matmul_rate(rows: int, inner: int, out: int, batch: int = 1, training: bool = True) -> float:
-    """FLOP/s of torch's fp32 product of these sizes; `training`: of it and the two products of its gradient together."""
-    x, w, dy = (torch.randn(batch, *shape) for shape in ((rows, inner), (inner, out), (rows, out)))
+def matmul_rate(rows: int, inner: int, out: int, batch: int = 1, training: bool = True, dtype: torch.dtype = torch.float32) -> float:
+    """FLOP/s of torch's product of these sizes; `training`: of it and the two products of its gradient together."""
+    x, w, dy = (torch.randn(batch, *shape).to(dtype) for shape in ((rows, inner), (inner, out), (rows, out)))
     if batch == 1:
         x, w, dy = x[0], w[0], dy[0]
     products = [lambda: x @ w]
@@ -67,9 +67,9 @@ def matmul_rate(rows: int, inner: int, out: int, batch: int = 1, training: bool 
 
 
 @lru_cache
-def peak_rate() -> float:
+def peak_rate(dtype: torch.dtype = torch.float32) -> float:
     """The best FLOP/s of any large square product."""
-    return max(matmul_rate(size, size, size, training=False) for size in (256, 512, 1024))
+    return max(matmul_rate(size, size, size, training=False, dtype=dtype) for size in (256, 512, 1024, 2048))
 
 
 @lru_cache
@@ -83,25 +83,29 @@ def read_rate(num_bytes: int) -> float:
 
 
 def training_products(spec: ModelSpec, rows: Sequence[np.ndarray], loss_tokens: int) -> list[Product]:
-    """Forward products of one optimizer step over packed rows (given as lengths of their documents), for a model of MoE layers only."""
+    """Forward products of one optimizer step over packed rows (given as lengths of their documents), for plain heads, no shared expert."""
     tokens, count = int(sum(lengths.sum() for lengths in rows)), len(rows) * spec.num_layers
+    moe_count, dense_count = len(rows) * len(spec.moe_layers), len(rows) * (spec.num_layers - len(spec.moe_layers))
     per_row = tokens // len(rows)
     lengths = np.concatenate(rows)
     typical = round(float((lengths**2).sum() / lengths.sum()))
     # the document length at which as many documents as make up the tokens have the attention products that there are
     pairs = max(1, round(tokens / typical)) * spec.num_heads // len(rows)
-    hidden, inner = spec.hidden, spec.expert_intermediate
-    each = per_row * spec.top_k // spec.num_experts
-    return [
+    hidden, inner, wide = spec.hidden, spec.expert_intermediate, spec.intermediate
+    each = per_row * spec.top_k // max(1, spec.num_experts)
+    products = [
         Product("qkv", per_row, hidden, spec.q_rows + 2 * spec.kv_rows, count),
         Product("attention scores", typical, spec.head_dim, typical, count, pairs, causal=True),
         Product("attention values", typical, typical, spec.head_dim, count, pairs, causal=True),
         Product("attention out", per_row, spec.q_rows, hidden, count),
-        Product("router", per_row, hidden, spec.num_experts, count),
-        Product("experts gate and up", each, hidden, 2 * inner, count * spec.num_experts),
-        Product("experts down", each, inner, hidden, count * spec.num_experts),
+        Product("router", per_row, hidden, spec.num_experts, moe_count),
+        Product("experts gate and up", each, hidden, 2 * inner, moe_count * spec.num_experts),
+        Product("experts down", each, inner, hidden, moe_count * spec.num_experts),
+        Product("dense gate and up", per_row, hidden, 2 * wide, dense_count),
+        Product("dense down", per_row, wide, hidden, dense_count),
         Product("head", loss_tokens // len(rows), hidden, spec.vocab_size, len(rows)),
     ]
+    return [product for product in products if product.count]
 
 
 @dataclass(frozen=True, slots=True)

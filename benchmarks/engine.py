@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._process import PeerError, Process
 from benchmarks._venvs import InstallError, vllm_python
 from benchmarks.harness import finish, median, spread
 from slipstream.models.maker import make_model
@@ -34,45 +33,6 @@ REQUESTS: Mapping[int, int] = {1: 3, 8: 16, 32: 64, 128: 256}
 COLUMNS = ("engine", "concurrency", "tokens_per_s", "spread", "ours_over_this", "tokens_per_cpu_s", "on_cpu_time", "requests", "experts")
 PRELOADS = ("libiomp5.so", "libtcmalloc_minimal.so.4")
 """What vLLM's documentation for CPUs asks to preload; those that this machine has are."""
-
-
-class PeerError(Exception):
-    """An engine process ended or answered nonsense; the message is the reason."""
-
-
-class Process:
-    """One engine of `benchmarks._engine_peers` in a process of its own."""
-
-    def __init__(self, name: str, python: str | Path, model: Path, dtype: str, env: Mapping[str, str] | None = None) -> None:
-        """Returns when the engine is ready. Raises PeerError."""
-        self.name = name
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`
-        command = [str(python), "-m", "benchmarks._engine_peers", name, str(model), dtype]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
-        self.about = self._answer()
-
-    def run(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], concurrency: int) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        print(json.dumps({"prompts": prompts, "lengths": lengths, "concurrency": concurrency}), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._log.close()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            return json.loads(line)
-        code = self._process.wait()
-        self._log.seek(0)
-        tail = " | ".join(self._log.read().strip().splitlines()[-3:])
-        raise PeerError(f"{self.name} ended with exit code {code}: {tail}")
 
 
 def main() -> None:
@@ -118,14 +78,18 @@ def checkpoint(preset: str) -> Path:
 
 def start(model: Path, dtype: str, with_vllm: bool) -> tuple[list[Process], str]:
     """The engines that run here, slipstream's first, and why vLLM is not among them ('' when it is)."""
-    peers = [Process(name, sys.executable, model, dtype) for name in ("slipstream", "transformers")]
+    peers = [Process(name, sys.executable, command(name, model, dtype)) for name in ("slipstream", "transformers")]
     if not with_vllm:
         return peers, "left out by --no-vllm"
     try:
         python = vllm_python()
-        return [*peers, Process("vllm", python, model, dtype, vllm_environment(python))], ""
+        return [*peers, Process("vllm", python, command("vllm", model, dtype), vllm_environment(python))], ""
     except (InstallError, PeerError) as error:
         return peers, str(error)
+
+
+def command(name: str, model: Path, dtype: str) -> list[str]:
+    return ["benchmarks._engine_peers", name, str(model), dtype]
 
 
 def vllm_environment(python: Path) -> dict[str, str]:
@@ -165,9 +129,9 @@ def measure(peers: Sequence[Process], counts: Mapping[int, int], rounds: int, mi
             prompts, lengths = mix.requests(count, round_)
             for peer in peers:
                 if round_ == 0:
-                    peer.run(prompts[:concurrency], [2] * concurrency, concurrency)
+                    peer.ask({"prompts": prompts[:concurrency], "lengths": [2] * concurrency, "concurrency": concurrency})
                     continue
-                answer = peer.run(prompts, lengths, concurrency)
+                answer = peer.ask({"prompts": prompts, "lengths": lengths, "concurrency": concurrency})
                 if answer["tokens"] != sum(lengths) or answer["cached"]:
                     raise PeerError(f"{peer.name} at {concurrency}: {answer}, but {sum(lengths)} tokens were asked for, none cached")
                 measured[peer.name, concurrency].append(answer)
