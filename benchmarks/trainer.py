@@ -183,7 +183,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row for each trainer. Raises PeerError: it had another loss than slipstream, so it did other work."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
-    train(peers["slipstream"], texts.draw(SAMPLES, 0), {})  # warms up, as pilots did the others
+    for name, peer in peers.items():
+        train(peer, texts.draw(4, 0), settings[name])  # warms up
     for round_ in range(1, rounds + 1):
         documents = texts.draw(SAMPLES * steps, round_)
         for name, peer in peers.items():
