@@ -5,12 +5,18 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
-from benchmarks import _json_task, parity_families, rl_vs_trl
+import torch
+from benchmarks import _json_task, _sft_peers, _step_ceiling, parity_families, rl_vs_trl, trainer
+from benchmarks._ceilings import training_products
+from benchmarks._process import PeerError
 from benchmarks._runs import run_config
 
 from slipstream.jobs.make_model import make
 from slipstream.models import hf
+from slipstream.models.maker import PRESETS
+from slipstream.models.spec import ModelSpec
 from slipstream.transport.weights import TENSORS_FILE
 
 NAMES = sorted(file.stem for file in Path(rl_vs_trl.__file__).parent.glob("*.py") if not file.stem.startswith("_"))
@@ -68,3 +74,109 @@ def test_the_parity_figures_see_an_engine_with_other_weights(tmp_path, monkeypat
     row = parity_families.shape_row("minimax_m2", seeds=1)
     assert row["decode_diff"] > 1e-3 and row["round_trip"] and row["logit_diff"] < 1e-5
     assert not parity_families.headline([{**row, "decode": False}])["decode"]
+
+
+class FakePeer:
+    """Answers with every token trained, in one second of CPU time, unless told otherwise."""
+
+    def __init__(self, name, **answer):
+        self.name, self.answer, self.jobs = name, answer, []
+
+    def ask(self, job):
+        self.jobs.append(job)
+        return {"tokens": sum(map(len, job["documents"])), "seconds": 2.0, "cpu_s": 1.0, "loss": 8.0, **self.answer}
+
+
+class FakeTexts:
+    def draw(self, count, seed):
+        return [[seed, 1, 2]] * count
+
+
+def test_slipstreams_side_of_the_trainer_benchmark_trains_on_every_document_once(tmp_path):
+    make(tmp_path / "model", "tiny-moe", ["calculator"], seed=0)
+    clock = _sft_peers.Clock()
+    documents = [[(3 * i + j) % 50 for j in range(5 + i)] for i in range(7)]
+    optim = {**trainer.OPTIM, "lr": 1e-9}
+    job = {"documents": documents, "samples": 3, "max_tokens": 64, "optim": optim, "settings": {}}
+    loss = _sft_peers.Slipstream(str(tmp_path / "model"), "float32").train(job, clock)
+    assert (clock.tokens, clock.steps) == (sum(map(len, documents)), 3)
+    assert clock.seconds > 0 and clock.cpu_s > 0
+
+    scorer = parity_families.Reference(tmp_path / "model")
+    steps = []
+    for chosen in (documents[:3], documents[3:6], documents[6:]):
+        scored = [scorer.score(np.array(ids))[0][np.arange(len(ids) - 1), ids[1:]] for ids in chosen]
+        steps.append(-float(np.concatenate(scored).mean()))
+    assert loss == pytest.approx(np.mean(steps), abs=1e-5)
+
+
+def test_padding_carries_no_loss_and_is_no_token():
+    batch = _sft_peers._pad([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}])
+    assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+    class Inner:
+        def training_step(self, model, inputs):
+            return "loss"
+
+    inner, clock = Inner(), _sft_peers.Clock()
+    _sft_peers._count_tokens(inner, clock)
+    assert inner.training_step(None, batch) == "loss" and clock.tokens == 4
+    inner.training_step(None, {"input_ids": torch.zeros(1, 9)})
+    assert clock.tokens == 13
+
+
+def test_ratios_of_the_trainer_benchmark_are_taken_round_by_round():
+    answers = {
+        "slipstream": [{"tokens": 100, "seconds": s, "cpu_s": 1.0, "loss": 8.0} for s in (1.0, 2.0, 4.0)],
+        "hf": [{"tokens": 100, "seconds": s, "cpu_s": 3.0, "loss": 8.0} for s in (2.0, 3.0, 20.0)],
+    }
+    row = trainer.trainer_row("moe", "hf", answers, {"layout": "flat"})
+    assert (row["ours_over_this"], row["on_cpu_time"], row["tokens_per_s"]) == (2.0, 3.0, pytest.approx(100 / 3))
+
+
+def test_a_trainer_that_skips_tokens_or_has_another_loss_ends_the_benchmark():
+    with pytest.raises(PeerError, match="there were 3 tokens"):
+        trainer.train(FakePeer("hf", tokens=2), [[1, 2, 3]], {})
+    peers = {"slipstream": FakePeer("slipstream"), "hf": FakePeer("hf", loss=7.0)}
+    with pytest.raises(PeerError, match=r"hf .*loss 7\.000 where slipstream has 8\.000"):
+        trainer.measure("moe", peers, FakeTexts(), {"slipstream": {}, "hf": {}}, rounds=1, steps=1)
+
+
+def test_the_others_get_the_fastest_of_their_pilots_and_the_same_documents():
+    peer = FakePeer("trl")
+    rows = trainer.pilot_rows("moe", peer, [[1, 2, 3]])
+    assert {(row["settings"]["layout"], row["settings"]["rows"]) for row in rows} == set(trainer.LAYOUTS["trl"])
+    assert {row["settings"]["experts"] for row in rows} == set(trainer.EXPERTS)
+    rows[3]["tokens_per_s"] *= 2
+    assert {"trainer": "trl", **trainer.best_settings(rows)} == rows[3]["settings"]
+
+    peers = {name: FakePeer(name) for name in ("slipstream", "hf", "trl")}
+    trainer.measure("moe", peers, FakeTexts(), {name: {} for name in peers}, rounds=2, steps=2)
+    seen = [[job["documents"] for job in peer.jobs] for peer in peers.values()]
+    assert seen[0] == seen[1] == seen[2] and [len(documents) for documents in seen[0]] == [4, 64, 64]
+    assert seen[0][1] != seen[0][2]
+
+
+@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-dense", "small-moe"])
+def test_the_products_of_a_step_are_its_matrices_and_its_attention(preset):
+    spec = ModelSpec.from_config(PRESETS[preset])
+    matrices = spec.num_active_params - spec.hidden * (2 * spec.num_layers + 1) - 2 * spec.head_dim * spec.num_layers
+    lengths, tokens = np.array([256]), 256
+    attention = 2 * tokens**2 * spec.num_heads * spec.head_dim * spec.num_layers  # two products, the causal half of each
+    for rows in (1, 2):
+        products = training_products(spec, [lengths] * rows, tokens * rows)
+        assert sum(product.flops for product in products) == rows * (2 * tokens * matrices + attention)
+
+
+def test_the_ceiling_is_the_flops_of_the_step_by_its_seconds_and_the_best_rate(monkeypatch):
+    monkeypatch.setattr(_step_ceiling, "LARGE_MODELS", {"large moe": ("tiny-moe", {})})
+    monkeypatch.setattr(_step_ceiling, "seconds_of", lambda learner, batch: 2.0)
+    monkeypatch.setattr(_step_ceiling, "peak_rate", lambda dtype: 1e9)
+    monkeypatch.setattr(_step_ceiling, "matmul_rate", lambda *sizes, dtype: 0.5e9)
+    step, peak, *products = _step_ceiling.ceiling_rows("large moe", 2048, rounds=3)
+    tokens = step["tokens_per_s"] * 2.0
+    active = ModelSpec.from_config(PRESETS["tiny-moe"]).num_active_params
+    assert 1024 < tokens <= 2048 and peak["gflops"] == 1.0 and len(products) == 8
+    assert step["frac"] == pytest.approx(step["gflops"]) and step["frac_of_shapes"] == pytest.approx(2 * step["frac"])
+    assert 1.0 < step["gflops"] * 2e9 / (6 * active * tokens) < 1.5  # attention comes on top
