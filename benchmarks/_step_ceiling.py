@@ -39,7 +39,7 @@ LARGE_MODELS: Mapping[str, tuple[str, Mapping[str, int]]] = {
 
 
 def ceiling_rows(name: str, step_tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """The step of a large model in bfloat16, and the rates of its products."""
+    """The step of a large model in bfloat16, and the best rate of any product beside the rates of its own (not in the table)."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = make(Path(scratch) / "model", *LARGE_MODELS[name])
         documents, model = Documents(folder).draw(step_tokens // 16, 0), load_model(folder)
@@ -58,22 +58,20 @@ def ceiling_rows(name: str, step_tokens: int, rounds: int) -> list[dict[str, Any
     step = {
         "model": name,
         "what": "step",
+        "setting": f"{model.spec.num_params / 1e6:.0f}M parameters",
+        "tokens": batch.num_tokens,
         "tokens_per_s": batch.num_tokens / step_s,
         "spread": spread(seconds),
         "gflops": flops / step_s / 1e9,
         "frac": flops / step_s / peak,
         "frac_of_shapes": least_s / step_s,
-        "settings": f"{model.spec.num_params / 1e6:.0f}M parameters, {batch.num_tokens} tokens",
     }
     ceilings = [
-        {
-            "model": name,
-            "what": f"{product.name} [{product.rows}, {product.inner}] x [{product.inner}, {product.out}]",
-            "gflops": rate / 1e9,
-        }
-        for product, rate in zip(products, rates, strict=True)
+        {"product": f"{p.name} [{p.rows}, {p.inner}] x [{p.inner}, {p.out}]", "gflops": rate / 1e9}
+        for p, rate in zip(products, rates, strict=True)
     ]
-    return [step, {"model": name, "what": "best large matmul", "gflops": peak / 1e9}, *ceilings]
+    best = {"model": name, "what": "best large matmul", "setting": f"{peak / 1e9:.0f} GFLOP/s", "gflops": peak / 1e9, "ceilings": ceilings}
+    return [step, best]
 
 
 def seconds_of(learner: Learner, batch: Batch) -> float:

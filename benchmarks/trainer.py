@@ -58,26 +58,14 @@ LAYOUTS: Mapping[str, Sequence[tuple[str, int]]] = {
 """(layout, rows a forward pass) of `benchmarks._sft_peers`; the first also serves to choose the experts."""
 LOSS_TOLERANCE = 0.05
 """Mean losses may differ so much: documents come in another order, in other steps."""
-COLUMNS = (
-    "model",
-    "what",
-    "tokens_per_s",
-    "spread",
-    "ours_over_this",
-    "on_cpu_time",
-    "settings",
-    "loss",
-    "gflops",
-    "frac",
-    "frac_of_shapes",
-)
+COLUMNS = ("model", "what", "setting", "tokens_per_s", "spread", "ours_over_this", "tokens_per_cpu_s", "on_cpu_time", "loss", "frac")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a round")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the comparison; the ceiling is bfloat16's")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the comparison; the ceiling is bfloat16's")
     parser.add_argument("--quick", action="store_true", help="one round of one step without pilots, ceilings of a smaller step")
     args = parser.parse_args()
     rounds, steps = (1, 1) if args.quick else (args.rounds, args.steps)
@@ -87,12 +75,12 @@ def main() -> None:
     runs += [row for name in LARGE_MODELS for row in ceiling_rows(name, 2048 if args.quick else 8192, rounds)]
     settings = {"rounds": rounds, "steps": steps, "dtype": args.dtype, "optim": OPTIM, "samples": SAMPLES, "versions": versions}
     notes = f"Comparison in {args.dtype}, ceiling in bfloat16. Load when it ended: {os.getloadavg()[0]:.1f}."
-    finish("trainer", headline(runs), runs, settings, COLUMNS, notes)
+    finish("trainer" if args.dtype == "bfloat16" else f"trainer_{args.dtype}", headline(runs), runs, settings, COLUMNS, notes)
 
 
 def headline(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Of the mixtures of experts under the bare names."""
-    found = {(run["model"], run["what"]): run for run in runs if run["what"] != "pilot"}
+    found = {(run["model"], run["what"]): run for run in runs}
     keys = {"vs_hf_trainer": ("hf", "ours_over_this"), "vs_trl_sft": ("trl", "ours_over_this")}
     small = {
         key + end: found[model, what][value] for model, end in (("moe", ""), ("dense", "_dense")) for key, (what, value) in keys.items()
@@ -116,9 +104,9 @@ def compared(dtype: str, rounds: int, steps: int, pilots: bool) -> tuple[list[di
             versions |= {name: peer.about["versions"] for name, peer in peers.items()}
             settings: dict[str, dict[str, Any]] = {"slipstream": {}}
             for name in LAYOUTS:
-                rows = pilot_rows(model, peers[name], texts.draw(SAMPLES, 0)) if pilots else []
-                runs += rows
-                settings[name] = best_settings(rows) or first_settings(model, name)
+                tried = pilot_runs(model, peers[name], texts.draw(SAMPLES // 2, 0)) if pilots else []
+                runs += [pilot_row(model, name, *one) for one in tried]
+                settings[name] = best(tried) if tried else first_settings(model, name)
             ready.append((model, peers, texts, settings))
         print("measuring", flush=True)
         for model, peers, texts, settings in ready:
@@ -142,27 +130,40 @@ def start(name: str, python: Path, folder: Path, dtype: str) -> Process:
     return Process(name, own, ["benchmarks._sft_peers", name, str(folder), dtype], {"PYTHONWARNINGS": "ignore"})
 
 
-def pilot_rows(model: str, peer: Process, documents: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """One step in every layout, after each implementation of the experts in the first of them (whose first run also warms up)."""
+def pilot_runs(model: str, peer: Process, documents: Sequence[Sequence[int]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(settings, answer) of one step in every layout, after each implementation of the experts in the first of them."""
+
+    def pilot(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        answer = train(peer, documents, settings)
+        print(f"pilot {model} {peer.name} {described(settings)}: {cpu_rate(answer):.0f} tokens per CPU second", flush=True)
+        return settings, answer
+
     (layout, rows), *layouts = LAYOUTS[peer.name]
-    tried = [{"layout": layout, "rows": rows, "experts": experts} for experts in (EXPERTS if model == "moe" else (None,))]
-    train(peer, documents, tried[0])
-    found = [pilot_row(model, peer, documents, settings) for settings in tried]
-    experts = (best_settings(found) or tried[0])["experts"]
-    return found + [pilot_row(model, peer, documents, {"layout": layout, "rows": rows, "experts": experts}) for layout, rows in layouts]
+    first = [{"layout": layout, "rows": rows, "experts": experts} for experts in (EXPERTS if model == "moe" else (None,))]
+    train(peer, documents[:4], first[0])  # warms up
+    found = [pilot(settings) for settings in first]
+    experts = best(found)["experts"]
+    return found + [pilot({"layout": layout, "rows": rows, "experts": experts}) for layout, rows in layouts]
 
 
-def pilot_row(model: str, peer: Process, documents: Sequence[Sequence[int]], settings: dict[str, Any]) -> dict[str, Any]:
-    answer = train(peer, documents, settings)
-    rate = answer["tokens"] / answer["cpu_s"]
-    print(f"pilot {model} {peer.name} {settings}: {rate:.0f} tokens per CPU second", flush=True)
-    return {"model": model, "what": "pilot", "tokens_per_s": rate, "settings": {"trainer": peer.name, **settings}, "loss": answer["loss"]}
+def best(tried: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """Settings of the fastest."""
+    return max(tried, key=lambda one: cpu_rate(one[1]))[0]
 
 
-def best_settings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the fastest pilot; empty without pilots."""
-    best = max(rows, key=lambda row: row["tokens_per_s"], default={"settings": {}})
-    return {key: value for key, value in best["settings"].items() if key != "trainer"}
+def cpu_rate(answer: Mapping[str, Any]) -> float:
+    return answer["tokens"] / answer["cpu_s"]
+
+
+def described(settings: Mapping[str, Any]) -> str:
+    if not settings:
+        return "rows of 4096"
+    return f"{settings['layout']} x{settings['rows']}" + (f" {settings['experts']}" if settings["experts"] else "")
+
+
+def pilot_row(model: str, name: str, settings: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    what = f"pilot {name} {described(settings)}"
+    return {"model": model, "what": what, "tokens_per_cpu_s": cpu_rate(answer), "loss": answer["loss"]}
 
 
 def first_settings(model: str, name: str) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def measure(
             print(f"round {round_}  {model:5s} {name:10s} {answer['tokens'] / answer['seconds']:8.0f} tokens/s", flush=True)
             ours = answers["slipstream"][-1]["loss"]
             if abs(answer["loss"] / ours - 1) > LOSS_TOLERANCE:
-                raise PeerError(f"{name} with {settings[name]}: loss {answer['loss']:.3f} where slipstream has {ours:.3f}")
+                raise PeerError(f"{name} with {described(settings[name])}: loss {answer['loss']:.3f} where slipstream has {ours:.3f}")
     return [trainer_row(model, name, answers, settings[name]) for name in peers]
 
 
@@ -210,7 +211,8 @@ def trainer_row(model: str, name: str, answers: Mapping[str, Sequence[Mapping[st
         "spread": spread(rates),
         "ours_over_this": median(ratios["seconds"]),
         "on_cpu_time": median(ratios["cpu_s"]),
-        "settings": dict(settings) or "row_tokens 4096",
+        "tokens_per_cpu_s": median([cpu_rate(answer) for answer in answers[name]]),
+        "setting": described(settings),
         "loss": median([answer["loss"] for answer in answers[name]]),
         "rounds": list(answers[name]),
     }
