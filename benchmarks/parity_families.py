@@ -45,8 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     seeds = 1 if args.quick else args.seeds
     runs = [shape_row(name, seeds) for name in sorted(ZOO)]
-    sizes = {name: sizes for name, (_, sizes) in ZOO.items()}
-    finish("parity_families", headline(runs), runs, {"seeds": seeds, "tokens": TOKENS, "shapes": sizes}, COLUMNS)
+    finish("parity_families", headline(runs), runs, {"seeds": seeds, "tokens": TOKENS, "shapes": sorted(ZOO)}, COLUMNS)
 
 
 def headline(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
