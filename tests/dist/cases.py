@@ -76,14 +76,6 @@ MODELS = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_scaling": {"rope_type": "default"},
     },
-    "glm4_moe": {
-        **WIDE,
-        "model_type": "glm4_moe",
-        "architectures": None,
-        "n_routed_experts": 8,
-        "first_k_dense_replace": 0,
-        "n_shared_experts": 1,
-    },
     "ragged": {**HF_CONFIG, "hidden_size": 136, "moe_intermediate_size": 72, "tie_word_embeddings": False},
     "whole blocks": {**WIDE, "hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 72},
 }

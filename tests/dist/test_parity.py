@@ -102,7 +102,8 @@ def test_a_checkpoint_is_gone_back_to_bit_for_bit_and_fits_any_number_of_process
 def assert_rounded_masters(found: dict[str, Tensor]) -> None:
     for name in named(found, "parameter"):
         published = found[name.replace("parameter/", "published/")]
-        assert found[name].dtype is torch.float32 and torch.equal(published, found[name].bfloat16().float())
+        rounded = found[name] if name.endswith("bias") and "router" in name or "e_score_correction_bias" in name else found[name].bfloat16().float()
+        assert found[name].dtype is torch.float32 and torch.equal(published, rounded), name
 
 
 @pytest.mark.parametrize(("world", "number", "case"), of("bfloat16"))
@@ -124,12 +125,15 @@ def test_in_float8_they_multiply_the_codes_that_one_does(results: dict[int, Path
     found, expected = torch.load(results[world] / f"{number}.pt"), single(case)
     codes, columns = named(expected, "codes"), fused_columns(model(case.model).names, model(case.model).spec)
     assert {name.split("/")[1] for name in codes} == columns.keys() & {name.split("/")[1] for name in named(expected, "gradient")}
-    assert set(named(found, "codes")) == set(codes) and all(torch.equal(found[name], expected[name]) for name in codes)
+    here = set(named(found, "codes"))  # of a pipeline: those of the leading process
+    assert here and (here < set(codes) if "pp" in case.layout else here == set(codes))
+    assert all(torch.equal(found[name], expected[name]) for name in here)
     assert float(found["metric/loss"]) == pytest.approx(float(expected["metric/loss"]), rel=1e-6)
     for name in named(expected, "gradient"):
         ours = name.removeprefix("gradient/")
         regrouped = ours in columns and ("cp" in case.layout or ("ep" in case.layout and ".experts." in ours))
-        assert apart(found, expected, name) < (0.06 if regrouped else 1e-5), name
+        # with cp attention is added up in another order, and a few values fall to the other side of an edge between two FP8 numbers
+        assert apart(found, expected, name) < (0.06 if regrouped else 5e-3 if "cp" in case.layout else 1e-5), name
     assert_rounded_masters(found)
     for name in [name for name in expected if name.startswith("metric/1/trainer/fp8/")]:
         assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-2), name
