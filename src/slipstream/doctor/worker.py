@@ -56,7 +56,6 @@ class Case:
 def cases(trainer: TrainerConfig) -> list[Case]:
     """All of them; the first one is what the others are compared with."""
     again = "none" if trainer.recompute == "layer" else "layer"
-    other = "ulysses" if trainer.parallel.cp_method == "all_gather" else "all_gather"
     two, four = {"processes": 2}, {"processes": 4}
     return [
         Case("one process"),
@@ -71,9 +70,7 @@ def cases(trainer: TrainerConfig) -> list[Case]:
         Case("HSDP 2", {**two, "dp_replicate": 2}),
         Case("EP 2", {**two, "ep": 2}),
         Case("EP 2, recompute", {**two, "ep": 2}, {"recompute": again}),
-        Case(f"CP 2, {trainer.parallel.cp_method}", {**two, "cp": 2, "cp_method": trainer.parallel.cp_method}),
-        Case(f"CP 2, {other}", {**two, "cp": 2, "cp_method": other}),
-        Case("PP 2", {**two, "pp": 2}),
+        *(Case(f"CP 2, {method}", {**two, "cp": 2, "cp_method": method}) for method in ("all_gather", "ring", "ulysses")),
         Case("PP 2", {**two, "pp": 2}),
         Case("FSDP 2, resume", two, resume=True),
         Case("EP 2 x FSDP 2", {**four, "ep": 2}),

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from slipstream.ops.attention import DocLayout, context_slots, equal_batches, query_places
 
+QUERIES = 1024
+"""Queries of a long document that `late_choice` scores at a time."""
+
 
 @torch.no_grad()
 def doc_index(q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, layout: DocLayout, top_k: int) -> Tensor | None:
@@ -47,8 +50,8 @@ def doc_choice(q_TJi: Tensor, k_Ti: Tensor, weights_TJ: Tensor, layout: DocLayou
 def late_choice(q_QJi: Tensor, k_Ci: Tensor, weights_QJ: Tensor, top_k: int) -> Tensor:
     """[Q, K] of the last Q of the C tokens of a document; -1 where a token has fewer before it."""
     place_C = torch.arange(len(k_Ci), device=q_QJi.device)
-    scores_1QC = _scores(q_QJi[None], k_Ci[None], weights_QJ[None])
-    return _best(scores_1QC, place_C[None, len(k_Ci) - len(q_QJi) :], place_C, top_k).squeeze(0)
+    parts = zip(q_QJi.split(QUERIES), weights_QJ.split(QUERIES), place_C[len(k_Ci) - len(q_QJi) :].split(QUERIES), strict=True)
+    return torch.cat([_best(_scores(q[None], k_Ci[None], weights[None]), place[None], place_C, top_k)[0] for q, weights, place in parts])
 
 
 @torch.no_grad()

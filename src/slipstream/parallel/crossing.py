@@ -50,7 +50,7 @@ class Transport(Protocol):
         """The gradient of the `step`-th block, fp32."""
         ...
 
-    def gradient(self, like: Tensor) -> Tensor:
+    def gradient(self) -> Tensor:
         """Of the tokens of this process, fp32, once everything has been given back."""
         ...
 
@@ -75,7 +75,7 @@ class Gathered:
         dist.reduce_scatter(total, parts, group=self._group)
         self._grad = total[: self._counts[self._rank]]
 
-    def gradient(self, like: Tensor) -> Tensor:
+    def gradient(self) -> Tensor:
         return self._grad
 
 
@@ -119,7 +119,7 @@ class Ring:
         to, by = (self._rank - step) % self._size, (self._rank + step) % self._size
         self._returning.append(Exchange.start(grad, to, len(self._sent[step]), by, self._group, tag=1))
 
-    def gradient(self, like: Tensor) -> Tensor:
+    def gradient(self) -> Tensor:
         for step, exchange in enumerate(self._returning, 1):
             self._grad.index_add_(0, self._sent[step], exchange.wait())
         return self._grad
@@ -161,31 +161,31 @@ class _Crossing(torch.autograd.Function):
         transport, keys_values, scale, window = ctx.options
         grad_QHd, grad_q = grads[0].float(), torch.zeros_like(out_QHd, dtype=torch.float32)
         delta_QH = (out_QHd * grad_QHd).sum(-1)
-        grad_weights = [torch.zeros_like(w, dtype=torch.float32) for w in ctx.weights]
+        trained = [w for w in ctx.weights if w.requires_grad]
+        totals = [torch.zeros_like(w, dtype=torch.float32) for w in trained]
         for step, (block, block_tiles) in enumerate(transport.blocks(x)):
-            grad_block = torch.zeros_like(block, dtype=torch.float32)
-            if block_tiles:
-                with torch.enable_grad():
-                    leaf = block.detach().requires_grad_()
-                    k_SGd, v_SGd = keys_values(leaf, *ctx.weights)
-                grad_k, grad_v = (torch.zeros_like(y, dtype=torch.float32) for y in (k_SGd, v_SGd))
-                for tile in block_tiles:
-                    at, keys = tile.queries, tile.keys
-                    inputs = q_QHd[at], k_SGd.detach()[keys], v_SGd.detach()[keys], lse_QH[at], grad_QHd[at], delta_QH[at]
-                    dq, dk, dv = partial_attention_backward(*inputs, scale, _seen(tile, window, selected_QK))
-                    grad_q[at] += dq
-                    grad_k[keys] += dk
-                    grad_v[keys] += dv
-                wanted = [leaf, *[w for w in ctx.weights if w.requires_grad]]
-                found = torch.autograd.grad((k_SGd, v_SGd), wanted, (grad_k.to(k_SGd.dtype), grad_v.to(v_SGd.dtype)))
-                grad_block += found[0]
-                for total, part in zip(
-                    [g for g, w in zip(grad_weights, ctx.weights, strict=True) if w.requires_grad], found[1:], strict=True
-                ):
-                    total += part
-            transport.give_back(step, grad_block)
+            if not block_tiles:
+                transport.give_back(step, torch.zeros_like(block, dtype=torch.float32))
+                continue
+            with torch.enable_grad():
+                leaf = block.detach().requires_grad_()
+                k_SGd, v_SGd = keys_values(leaf, *ctx.weights)
+            grad_k, grad_v = (torch.zeros_like(y, dtype=torch.float32) for y in (k_SGd, v_SGd))
+            for tile in block_tiles:
+                at, keys = tile.queries, tile.keys
+                inputs = q_QHd[at], k_SGd.detach()[keys], v_SGd.detach()[keys], lse_QH[at], grad_QHd[at], delta_QH[at]
+                dq, dk, dv = partial_attention_backward(*inputs, scale, _seen(tile, window, selected_QK))
+                grad_q[at] += dq
+                grad_k[keys] += dk
+                grad_v[keys] += dv
+            found = torch.autograd.grad((k_SGd, v_SGd), [leaf, *trained], (grad_k.to(k_SGd.dtype), grad_v.to(v_SGd.dtype)))
+            for total, part in zip(totals, found[1:], strict=True):
+                total += part
+            transport.give_back(step, found[0].float())
         grad_sinks = None if sinks_H is None else -((sinks_H.float() - lse_QH).exp() * delta_QH).sum(0).to(sinks_H.dtype)
-        return None, grad_q.to(q_QHd.dtype), transport.gradient(x).to(x.dtype), grad_sinks, None, *grad_weights
+        left = iter(totals)
+        grad_weights = [next(left) if w.requires_grad else None for w in ctx.weights]
+        return None, grad_q.to(q_QHd.dtype), transport.gradient().to(x.dtype), grad_sinks, None, *grad_weights
 
 
 def _seen(tile: Tile, window: int, selected_QK: Tensor | None) -> Tensor | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.ops import DocLayout, Sight, doc_attention, doc_index, paged_attention, paged_index, write_index, write_kv
+from slipstream.ops import DocLayout, Sight, doc_attention, doc_index, indexer, paged_attention, paged_index, write_index, write_kv
 from slipstream.ops.indexer import doc_choice, late_choice
 
 STARTS = [0, 3, 3, 21, 60]
@@ -53,8 +53,10 @@ def test_no_choice_is_made_where_everything_fits():
     torch.testing.assert_close(sparse[:-1], doc_attention(q, k, v, STARTS, 0.3)[:-1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("queries", [4, 1024])
 @pytest.mark.parametrize("top_k", [1, 5, 38, 100])
-def test_the_last_tokens_of_a_document_choose_as_they_do_among_all(top_k):
+def test_the_last_tokens_of_a_document_choose_as_they_do_among_all(top_k, queries, monkeypatch):
+    monkeypatch.setattr(indexer, "QUERIES", queries)
     q, k, weights = inputs(60)
     whole = doc_choice(q, k, weights, DocLayout(STARTS), top_k)
     assert whole.shape == (60, top_k)
