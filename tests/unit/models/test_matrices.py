@@ -57,6 +57,7 @@ def test_the_stacked_experts_of_gpt_oss_are_matrices_and_their_biases_are_not():
 
 def test_the_router_is_no_gate_projection():
     assert not is_matrix("model.layers.3.mlp.gate.weight") and is_matrix("model.layers.3.mlp.gate_proj.weight")
+    assert not is_matrix("lm_head.weight") and not is_matrix("model.embed_tokens.weight")
     assert not is_matrix("model.layers.3.mlp.gate.e_score_correction_bias") and not is_matrix("model.layers.3.self_attn.q_proj.bias")
 
 

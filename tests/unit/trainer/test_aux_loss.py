@@ -80,16 +80,16 @@ def test_packing_and_recomputation_change_nothing(folder, changes):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_evens_out_a_skewed_router(folder, seed):
+def test_it_pulls_a_skewed_router_towards_even_probabilities(folder, seed):
     """Advantages of zero: nothing else moves the weights."""
-    subject = learner(folder, aux_loss=0.1, loss={"type": "policy_gradient"}, optim={"lr": 1e-2})
+    subject = learner(folder, aux_loss=0.1, loss={"type": "policy_gradient"}, optim={"lr": 3e-2})
     skew(subject, seed)
-    imbalances = []
-    for step in range(1, 16):
+    values = []
+    for step in range(1, 21):
         batch = without_routing(make_batch(step, seed=seed))
         rows = tuple(replace(row, advantages_T=np.zeros_like(row.advantages_T)) for row in batch.micro_batches)
-        imbalances.append(subject.step(replace(batch, micro_batches=rows)).metrics["trainer/balance/imbalance"])
-    assert np.mean(imbalances[-3:]) < 0.75 * imbalances[0], imbalances
+        values.append(subject.step(replace(batch, micro_batches=rows)).metrics["trainer/balance/aux_loss"])
+    assert values[0] > 1.4 and 1 <= np.mean(values[-3:]) < 1 + 0.3 * (values[0] - 1), values
 
 
 def test_it_is_refused_where_it_has_nothing_to_move(folder, tmp_path):

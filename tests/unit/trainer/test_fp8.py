@@ -116,13 +116,27 @@ def test_gradients_are_near_those_of_float32_where_nothing_flips(folder):
     assert errors[0] < 0.03 and 2 * errors[0] < errors[1] < 0.25, errors
 
 
+def test_gradients_of_fp8_weights_reach_the_masters_unrounded(folder):
+    batch = make_batch(num_samples=4, row_tokens=256)
+    assert len(batch.micro_batches) == 1  # a sum over rows would hide it
+    subject = learner(folder, dtype="float8")
+    found = gradients(subject, batch)
+    for name in subject.weights.columns.keys() & found.keys():
+        assert not torch.equal(found[name], found[name].bfloat16().float()), name
+
+
 def test_recomputing_activations_changes_no_gradient(folder):
     kept, recomputed = (gradients(learner(folder, dtype="float8", recompute=on), make_batch()) for on in ("none", "layer"))
     assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
 
 
 def test_the_errors_of_rounding_are_reported_and_only_in_float8(folder):
-    metrics = learner(folder, dtype="float8").step(make_batch()).metrics
+    subject = learner(folder, dtype="float8")
+    subject.accumulate(make_batch())
+    _, underflow = subject.weights._errors.shares()["grad"]
+    assert subject.weights.metrics()["trainer/fp8/grad_underflow_frac"] == underflow
+    metrics = subject.step(make_batch()).metrics
+    assert subject.weights.metrics() == {}  # each step's own
     errors = {key: value for key, value in metrics.items() if "/fp8/" in key}
     assert errors.keys() == {f"trainer/fp8/{name}" for name in ("weight_error", "input_error", "grad_error", "grad_underflow_frac")}
     assert all(0.015 < value < 0.05 for key, value in errors.items() if key.endswith("_error"))
