@@ -11,13 +11,15 @@ from slipstream.parallel.stages import stages
 def check_fits(config: ParallelConfig, spec: ModelSpec) -> None:
     """Raises ConfigError: experts, heads or layers cannot be shared by so many processes; says which combination can."""
 
-    def problem_of(cp: int, ep: int, pp: int) -> str:
-        return _problem(spec, config.cp_method, cp, ep) or _pipeline_problem(spec, pp, config.pp_stages)
-
-    problem = problem_of(config.cp, config.ep, config.pp)
+    problem = misfit(config, spec, config.cp, config.ep, config.pp)
     if problem:
-        nearest = config.nearest(lambda cp, ep, pp: not problem_of(cp, ep, pp))
+        nearest = config.nearest(lambda cp, ep, pp: not misfit(config, spec, cp, ep, pp))
         raise ConfigError(f"trainer.parallel: {problem}. The nearest that fits: {nearest}")
+
+
+def misfit(config: ParallelConfig, spec: ModelSpec, cp: int, ep: int, pp: int) -> str:
+    """Why the model cannot be spread by these sizes; '' when it can."""
+    return _problem(spec, config.cp_method, cp, ep) or _pipeline_problem(spec, pp, config.pp_stages)
 
 
 def _problem(spec: ModelSpec, cp_method: str, cp: int, ep: int) -> str:

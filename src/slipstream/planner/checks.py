@@ -11,7 +11,7 @@ from slipstream.config.run import RunConfig
 from slipstream.engine.room import check_room
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.models.spec import ModelSpec
-from slipstream.parallel.fit import check_fits
+from slipstream.parallel.fit import check_fits, misfit
 from slipstream.planner.batch import Arithmetic
 from slipstream.planner.figures import in_bytes, total
 from slipstream.planner.layout import Layout
@@ -35,7 +35,7 @@ def _checks(config: RunConfig, spec: ModelSpec) -> Iterator[Callable[[], None]]:
     yield lambda: check_positions(config, spec)
     yield lambda: check_fits(config.trainer.parallel, spec)
     yield lambda: check_trains(config.trainer, config.trainer.optim, spec)
-    yield lambda: check_share(config)
+    yield lambda: check_share(config, spec)
     if config.cluster.engines == "beside":
         yield lambda: check_room(spec, config.engine, config.model.seq_len)
     if config.trainer.parallel.pp == 1:  # the plan of memory does not know pipelines
@@ -51,11 +51,13 @@ def check_positions(config: RunConfig, spec: ModelSpec) -> None:
         )
 
 
-def check_share(config: RunConfig) -> None:
+def check_share(config: RunConfig, spec: ModelSpec) -> None:
     """Raises ConfigError: processes that could never get a row, or a token of one. A row is cut between samples only."""
     parallel, batch = config.trainer.parallel, config.orchestrator.batch
     if batch.type == "samples" and batch.samples < parallel.data:
-        nearest = parallel.nearest(lambda cp, ep, pp: parallel.processes // (cp * pp) <= batch.samples)
+        nearest = parallel.nearest(
+            lambda cp, ep, pp: parallel.processes // (cp * pp) <= batch.samples and not misfit(parallel, spec, cp, ep, pp)
+        )
         raise ConfigError(
             f"orchestrator.batch.samples = {batch.samples} and dp_replicate x dp_shard = {parallel.dp_replicate} x {parallel.dp_shard} = "
             f"{parallel.data}: a batch has fewer samples than there are data ranks, and some of them would never train. The nearest "

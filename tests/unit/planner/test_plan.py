@@ -179,7 +179,6 @@ def test_the_gathered_layer_and_the_traffic_of_glm5(glm5):
     assert values(found.batch)["tokens an expert, each pass and layer"] == 8192
 
 
-@pytest.mark.xfail(strict=True, reason="sparse attention over several processes, float8 over several, and offload are not there yet")
 def test_glm5_passes_explain(glm5):
     assert plan(glm5).problems == ()
 
