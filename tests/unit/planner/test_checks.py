@@ -30,7 +30,7 @@ def refused(spec: ModelSpec = TINY_MOE, **sections) -> str:
 @pytest.mark.parametrize(
     ("sections", "reason", "nearest"),
     [
-        ({"trainer": {"parallel": {"processes": 6, "cp": 4}}}, "no multiple of dp_replicate x cp = 1 x 4", "cp = 3"),
+        ({"trainer": {"parallel": {"processes": 6, "cp": 4}}}, "no multiple of dp_replicate x cp x pp = 1 x 4 x 1", "cp = 3"),
         ({"trainer": {"parallel": {"processes": 8, "ep": 3}}}, "ep = 3 does not divide dp_shard x cp", "ep = 4"),
         (
             {"trainer": {"parallel": {"processes": 100}}, "cluster": GPUS},
