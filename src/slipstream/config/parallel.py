@@ -74,7 +74,7 @@ class ParallelConfig(Section):
         wanted = (self.dp_replicate, self.cp, self.ep, self.pp)
         divisors = [n for n in range(1, self.processes + 1) if self.processes % n == 0]
         valid = [c for c in product(divisors, repeat=4) if not _problem(self.processes, *c) and fits(*c[1:])]
-        best = min(valid, key=lambda c: (round(sum(abs(math.log(a / b)) for a, b in zip(c, wanted, strict=True)), 9), c))
+        best = min(valid, key=lambda c: (round(sum(abs(math.log(a / b)) for a, b in zip(c, wanted, strict=True)), 9), c[3], c))
         return f"processes = {self.processes}, dp_replicate = {best[0]}, cp = {best[1]}, ep = {best[2]}, pp = {best[3]}"
 
 

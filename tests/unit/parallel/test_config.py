@@ -23,7 +23,7 @@ def config(**values) -> ParallelConfig:
         ({"processes": 6, "cp": 4}, "6 is no multiple of dp_replicate x cp x pp = 1 x 4 x 1", "dp_replicate = 1, cp = 3, ep = 1"),
         ({"processes": 8, "ep": 3}, "ep = 3 does not divide dp_shard x cp = 8 x 1 = 8", "dp_replicate = 1, cp = 1, ep = 4"),
         ({"processes": 8, "pp": 3}, "8 is no multiple of dp_replicate x cp x pp = 1 x 1 x 3", "cp = 1, ep = 1, pp = 4"),
-        ({"processes": 8, "pp": 2, "ep": 8}, "ep = 8 does not divide dp_shard x cp = 4 x 1 = 4", "cp = 1, ep = 4, pp = 2"),
+        ({"processes": 8, "pp": 2, "ep": 8}, "ep = 8 does not divide dp_shard x cp = 4 x 1 = 4", "cp = 1, ep = 8, pp = 1"),
         ({"processes": 8, "dp_replicate": 2, "ep": 8}, "ep = 8 does not divide", "dp_replicate = 1, cp = 1, ep = 8"),
     ],
 )
