@@ -132,8 +132,10 @@ def test_in_float8_they_multiply_the_codes_that_one_does(results: dict[int, Path
     for name in named(expected, "gradient"):
         ours = name.removeprefix("gradient/")
         regrouped = ours in columns and ("cp" in case.layout or ("ep" in case.layout and ".experts." in ours))
-        # with cp attention is added up in another order, and a few values fall to the other side of an edge between two FP8 numbers
-        assert apart(found, expected, name) < (0.06 if regrouped else 5e-3 if "cp" in case.layout else 1e-5), name
+        # with cp attention is added up in another order, and a few values fall to the other side of an edge between two FP8 numbers;
+        # gradients of biases are added up in bfloat16
+        looser = "cp" in case.layout or ours.endswith("bias")
+        assert apart(found, expected, name) < (0.06 if regrouped else 5e-3 if looser else 1e-5), name
     assert_rounded_masters(found)
     for name in [name for name in expected if name.startswith("metric/1/trainer/fp8/")]:
         assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-2), name
