@@ -98,7 +98,7 @@ class Layout:
                 problems.append(f"tensor {name} has shape {list(shape)}, but the model's is {list(wanted)}")
         if problems:
             more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-            listed = "; ".join(sorted(problems)[:_NAMED])
+            listed = "; ".join(sorted(problems, key=lambda text: (f"tensor {MODEL}" not in text, text))[:_NAMED])  # weights before moments
             raise ModelError(f"checkpoint {stored.folder} does not fit the {self.spec.family} model: {listed}{more}")
 
     def _together(self, read: Callable[[], None]) -> None:
