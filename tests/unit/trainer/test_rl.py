@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from slipstream.errors import ModelError, TrainerError
 from slipstream.models.load import load_model
@@ -227,6 +229,10 @@ def test_the_next_step_runs_while_a_checkpoint_is_written_and_the_one_after_wait
     assert checkpoint.list_steps(folder / "checkpoints") == [1, 2]
     first, second = ({**checkpoint.read(checkpoint.step_folder(folder / "checkpoints", n)).orchestrator_state} for n in (1, 2))
     assert (first, second) == ({"cursor": 1}, {"cursor": 2})
+    for number in (1, 2):  # what was written is the state of its step, though the first was written after the second step
+        stored = load_file(checkpoint.step_folder(folder / "checkpoints", number) / "shard_00000.safetensors")
+        published = load_file(version_folder(folder / "weights", number) / "model.safetensors")
+        assert torch.equal(stored["model/embed"], published["model.embed_tokens.weight"]) and float(stored["step/embed"]) == number
 
 
 def test_a_damaged_checkpoint_is_never_passed_over_and_going_back_on_demand_loses_nothing(tmp_path, model):
