@@ -26,7 +26,7 @@ from tests.parity.zoo import ZOO, changed_tensors, gaps, reference, tokens
 from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, run
 
 from benchmarks.harness import finish
-from slipstream.models import fill, hf
+from slipstream.models import fill
 from slipstream.models.load import load_model
 from slipstream.models.spec import ModelSpec
 
