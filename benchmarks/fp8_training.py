@@ -33,7 +33,8 @@ from slipstream.config.serve import EngineConfig
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.models.context import FullContext
-from slipstream.models.hf import hf_tensors, save_folder, write_tensors
+from slipstream.models.fill import save_folder
+from slipstream.models.hf import hf_tensors, write_tensors
 from slipstream.models.load import build_model, load_model
 from slipstream.models.spec import ModelSpec
 from slipstream.trainer.sft import Demonstration, demonstration_batch

@@ -26,7 +26,7 @@ from tests.parity.zoo import ZOO, changed_tensors, gaps, reference, tokens
 from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, run
 
 from benchmarks.harness import finish
-from slipstream.models import hf
+from slipstream.models import fill
 from slipstream.models.load import load_model
 from slipstream.models.spec import ModelSpec
 
@@ -77,7 +77,7 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         source, copy = Path(scratch) / "source", Path(scratch) / "copy"
         theirs, ours = reference(name, source, seed), load_model(source)
-        hf.save_folder(ours, copy, like=source)
+        fill.save_folder(ours, copy, like=source)
         same_config = (source / "config.json").read_bytes() == (copy / "config.json").read_bytes()
         found = gaps(ours, theirs, tokens(seed, TOKENS))
         return {

@@ -20,8 +20,9 @@ from slipstream.models.lora import Adapters
 from slipstream.models.spec import ModelSpec
 from slipstream.ops import fp8_weight
 from slipstream.parallel.comm import all_gather
-from slipstream.parallel.fsdp import gather
 from slipstream.parallel.mesh import ALONE, Mesh
+from slipstream.parallel.pieces import gather
+from slipstream.trainer.optim import optimizer_tensors
 from slipstream.trainer.step import Learner
 from slipstream.types import Batch, MicroBatch
 from tests.unit.trainer.helpers import HF_CONFIG, _pack, _sample
@@ -297,6 +298,11 @@ def _as_after_some_training(adapters: Adapters) -> None:
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
+def moments(subject: Learner) -> dict[str, Tensor]:
+    """Whole, in the leading process."""
+    return gather(optimizer_tensors(subject.optimizer, subject.names), subject.mesh)
+
+
 def model(name: str) -> Decoder:
     return build_model(ModelSpec.from_config(MODELS[name]), seed=1)
 
@@ -340,6 +346,6 @@ def outcome(case: Case, mesh: Mesh = ALONE) -> dict[str, Tensor]:
         result |= {f"codes/{key}": tensor for key, tensor in codes.items()} | {f"trained/{key}": tensor for key, tensor in trained.items()}
     result |= {f"parameter/{name}": tensor.clone() for name, tensor in subject.masters().items()}
     result |= {f"published/{name}": tensor.float() for name, tensor in subject.published().items()}
-    result |= {f"moment/{name}": tensor.clone() for name, tensor in subject.moments().items()}
+    result |= {f"moment/{name}": tensor.clone() for name, tensor in moments(subject).items()}
     result |= {f"load/{kind}": torch.from_numpy(counts) for kind, counts in (("used", routing.load_LE), ("native", routing.native_LE))}
     return result | {f"metric/{key}": torch.tensor(float(value), dtype=torch.float64) for key, value in metrics.items()}

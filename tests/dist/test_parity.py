@@ -93,7 +93,7 @@ def test_a_checkpoint_is_gone_back_to_bit_for_bit_and_fits_any_number_of_process
     found = checkpoint.newest(folder)
     assert found is not None
     subject = learner(case)
-    subject.restore(found.model_tensors(), found.optimizer_tensors())
+    subject.restore(found.tensors())
     subject.step(batch(case, 2))
     for name, tensor in subject.published().items():
         torch.testing.assert_close(straight[name], tensor, rtol=1e-5 if tensor.dtype == torch.float32 else 2**-7, atol=1e-5, msg=name)

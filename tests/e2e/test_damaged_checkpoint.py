@@ -24,8 +24,8 @@ def shorten(path: Path) -> None:
 
 
 DAMAGES = [
-    ("model.safetensors", flip, r"has hash \w{32}, the manifest says \w{32}"),
-    ("optimizer.safetensors", flip, r"has hash \w{32}, the manifest says \w{32}"),
+    ("shard_00000.safetensors", flip, r"has hash \w{32}, the manifest says \w{32}: the file is damaged \(tensor [\w/.]+\)"),
+    ("shard_00000.safetensors", shorten, r"has \d+ bytes, the manifest says \d+: truncated .* before tensor [\w/.]+"),
     ("manifest.json", shorten, "does not decode, it is truncated"),
     ("state.json", Path.unlink, "is missing"),
 ]

@@ -65,7 +65,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rl(folder: Path, *extra: str) -> list[str]:
-    sets = ("--set", f"runs_dir={folder}", "--set", "name=r", "--set", "max_steps=6")
+    sets = ("--set", f"runs_dir={folder}", "--set", "name=r", "--set", "max_steps=8")
     return [sys.executable, "-m", "slipstream.cli", "rl", str(folder / "run2.toml"), *sets, *extra]
 
 
@@ -84,29 +84,44 @@ def test_two_processes_warm_up_to_the_weights_of_one(warm: Path):
     assert min(moved) > 4e-3
 
 
-def test_a_run_of_two_processes_survives_the_death_of_one_and_goes_on_to_the_end(warm: Path):
-    run = warm / "r"
-    started = subprocess.Popen(rl(warm), stderr=subprocess.PIPE, text=True)
+def kill_one(folder: Path, which: int, at_version: int, *extra: str) -> str:
+    """SIGKILL the leading (0) or the other (1) trainer process once that version is there. Returns what the run showed when all ended."""
+    started = subprocess.Popen(rl(folder, *extra), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200
-    while 3 not in list_versions(run / "weights"):
+    while at_version not in list_versions(folder / "r" / "weights"):
         assert started.poll() is None and time.monotonic() < deadline, started.communicate()[1][-3000:]
         time.sleep(0.1)
-    leader, follower = trainers(started.pid)
-    follower.send_signal(signal.SIGKILL)
+    processes = trainers(started.pid)
+    assert len(processes) == 2
+    processes[which].send_signal(signal.SIGKILL)
     _, shown = started.communicate(timeout=60)
     assert started.returncode == 1 and "trainer" in shown and "--resume" in shown, shown
-    assert not leader.is_running()
+    assert "Traceback" not in shown and not any(process.is_running() for process in processes)
+    return shown
+
+
+def test_a_run_of_two_processes_survives_the_death_of_either_and_goes_on_to_the_end(warm: Path):
+    run = warm / "r"
+    kill_one(warm, 1, 3)
+    kill_one(warm, 0, 5, "--resume")
+    log = (run / "logs" / "trainer-1.log").read_text()
+    assert log.count("lost the connection to another one") == 1, log
 
     result = subprocess.run(rl(warm, "--resume"), capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert checkpoint.list_steps(run / "checkpoints")[-1] == 6
+    assert checkpoint.list_steps(run / "checkpoints")[-1] == 8
+    assert not list((run / "checkpoints").glob(".tmp*"))
+    assert sorted(file.name for file in checkpoint.step_folder(run / "checkpoints", 8).glob("shard_*")) == [
+        "shard_00000.safetensors",
+        "shard_00001.safetensors",
+    ]
     for number in list_versions(run / "weights"):
         verify(read_version(version_folder(run / "weights", number)))
     load_model(run / "final")
     steps = {
         line["step"]: line["values"] for line in read_metrics(run) if line["kind"] == "metrics" and "trainer/loss/mean" in line["values"]
     }
-    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert all(values["trainer/replay/coverage_frac"] > 0.8 for values in steps.values())
     assert all(values["trainer/mismatch_kl/fresh"] < 1e-3 for values in steps.values() if "trainer/mismatch_kl/fresh" in values)
     assert os.path.getsize(run / "logs" / "trainer-1.log") < 10_000

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.engine import fused, runner
-from slipstream.models import hf
+from slipstream.models import fill
 from slipstream.models.load import load_model
 from slipstream.models.spec import ModelSpec
 from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, run, write_model
@@ -237,7 +237,7 @@ def test_the_routing_bias_decides_who_is_chosen_and_what_is_captured(tmp_path):
     with torch.no_grad():
         for layer in (1, 2):
             model.get_parameter(f"layers.{layer}.ffn.router_bias")[7] += 100.0
-    hf.save_folder(model, folder, like=folder)
+    fill.save_folder(model, folder, like=folder)
     ids_TLK = run(make_engine(folder), [ask("a", prompt(1, 20))])["a"].routing.ids_TLK
     assert (ids_TLK == 7).any(-1).all()
     assert all(len({1, *groups}) <= 2 for groups in (ids_TLK // 4).reshape(-1, 3).tolist())

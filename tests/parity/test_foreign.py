@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.models import hf
+from slipstream.models import fill, hf
 from slipstream.models.context import FullContext
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.load import load_model
@@ -166,7 +166,7 @@ def test_a_checkpoint_goes_in_and_out_bit_for_bit(name: str, sharded: bool, dtyp
     reference.save_pretrained(source, max_shard_size="20KB" if sharded else "1GB")
     if sharded:
         (source / hf.SINGLE).unlink()
-    hf.save_folder(load_model(source, dtype, impl="hf"), copy, like=source, shard_bytes=20_000 if sharded else None)
+    fill.save_folder(load_model(source, dtype, impl="hf"), copy, like=source, shard_bytes=20_000 if sharded else None)
     assert (copy / hf.INDEX).exists() == sharded
     before, after = hf.read_tensors(source), hf.read_tensors(copy)
     assert before.keys() == after.keys()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.errors import ModelError
-from slipstream.models import hf
+from slipstream.models import fill, hf
 from slipstream.models.load import load_model
 from tests.parity.zoo import ZOO, changed_tensors, gaps, our_logits, reference, tokens
 
@@ -40,7 +40,7 @@ def test_a_checkpoint_goes_in_and_out_bit_for_bit(name: str, sharded: bool, dtyp
     if sharded:
         (source / hf.SINGLE).unlink()
     assert (source / hf.INDEX).exists() == sharded
-    hf.save_folder(load_model(source, dtype), copy, like=source, shard_bytes=20_000 if sharded else None)
+    fill.save_folder(load_model(source, dtype), copy, like=source, shard_bytes=20_000 if sharded else None)
     assert (copy / hf.INDEX).exists() == sharded
     assert changed_tensors(source, copy) == []
     for key, tensor in hf.read_tensors(copy).items():
@@ -66,7 +66,7 @@ def test_a_prediction_layer_is_carried_along_bit_for_bit_and_changes_nothing(sha
     hf.write_tensors(source, hf.read_tensors(source) | extra)
     loaded = load_model(source)
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), loaded.parameters(), strict=True))
-    hf.save_folder(loaded, copy, like=source, shard_bytes=20_000 if sharded else None)
+    fill.save_folder(loaded, copy, like=source, shard_bytes=20_000 if sharded else None)
     before, after = hf.read_tensors(source), hf.read_tensors(copy)
     assert extra.keys() < before.keys() and before.keys() == after.keys()
     assert all(tensor.dtype == after[key].dtype and torch.equal(tensor, after[key]) for key, tensor in before.items())
@@ -84,7 +84,7 @@ def test_transformers_loads_what_we_save(name: str, tmp_path: Path) -> None:
     import transformers
 
     theirs = reference(name, tmp_path / "source")
-    hf.save_folder(load_model(tmp_path / "source"), tmp_path / "copy", like=tmp_path / "source", shard_bytes=30_000)
+    fill.save_folder(load_model(tmp_path / "source"), tmp_path / "copy", like=tmp_path / "source", shard_bytes=30_000)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", attn_implementation="eager")
     ids_T = tokens()
     with torch.no_grad():

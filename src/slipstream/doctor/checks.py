@@ -31,6 +31,7 @@ from slipstream.models.hf import hf_tensors, hf_views
 from slipstream.models.load import build_model, load_model
 from slipstream.models.matrices import is_matrix
 from slipstream.models.spec import ModelSpec
+from slipstream.models.tensor_file import TensorStream
 from slipstream.ops.fp8_weight import Fp8Errors, Fp8Weight
 from slipstream.trainer.precision import Weights, multiply_in_fp8
 from slipstream.trainer.publish import publish
@@ -236,7 +237,7 @@ def _verdict(check: str, fine: bool, text: str) -> Row:
 def _weight_sync(folder: Path, engine: EmbeddedEngine) -> Iterator[Row]:
     """A version that is sent twice: its bits in the engine, and what the engine samples with them."""
     trained = build_model(engine.spec, seed=1)
-    version = publish(folder / "weights", 1, hf_tensors(trained), None)
+    version = publish(folder / "weights", 1, TensorStream.of(hf_tensors(trained)), None)
     live, sampled = LiveWeights(engine.folder, torch.float32, 0), []
     for _ in range(2):
         live.prepare(version)

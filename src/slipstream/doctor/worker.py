@@ -22,8 +22,8 @@ from slipstream.config.parallel import ParallelConfig
 from slipstream.config.train import TrainerConfig
 from slipstream.errors import ConfigError
 from slipstream.models.load import load_model
-from slipstream.parallel.fsdp import gather
 from slipstream.parallel.mesh import ALONE, Mesh, joined, spread
+from slipstream.parallel.pieces import gather
 from slipstream.trainer import progress
 from slipstream.trainer.step import Learner
 from slipstream.trainer.team import Team, follow

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from slipstream.errors import EngineError, ModelError
-from slipstream.models.hf import load_hf_tensors, read_tensors
+from slipstream.models.fill import load_hf_tensors
+from slipstream.models.hf import TensorFiles
 from slipstream.models.impl import Impl
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.load import load_model
@@ -41,12 +42,12 @@ class LiveWeights:
             return
         try:
             verify(version)
-            tensors = read_tensors(version.path)
+            tensors = TensorFiles(version.path)
         except ModelError as error:
             raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
         spare = self._spare or copy.deepcopy(self.model)
         try:
-            load_hf_tensors(spare, tensors)
+            load_hf_tensors(spare, tensors, tensors.files)
         except ModelError as error:
             self._spare = spare
             raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error

@@ -1,40 +1,32 @@
 """Hugging Face checkpoint folders: read and write safetensors, one file or several with an index, without losing a bit.
 
-Knows names only through the model's table (`names`). The tensors under HF names are also what travels from trainer to engine.
-Weights in block-scaled FP8 are read (a tensor and its scales, see `matrices`) and never written.
+Knows names only through the model's table (`names`). The tensors under HF names are also what travels from trainer to engine. Whole models
+are never in memory here: files are mapped to read them, and written tensor by tensor. How tensors become parameters: `fill`.
 Format: https://huggingface.co/docs/safetensors and the `weight_map` index of transformers.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.models.folders import atomic_folder
 from slipstream.models.language_model import LanguageModel
-from slipstream.models.matrices import SCALE_SUFFIX, TILE
-from slipstream.models.spec import ModelSpec
-from slipstream.ops.fp8 import WEIGHT, Quantised
+from slipstream.models.tensor_file import Kind, TensorFile, TensorStream, cut_off, num_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SCALES = ("_scale", "_scale_inv", "_scales")
-"""Ends of the names of what quantised weights are multiplied with."""
-_CONVERT = "convert it to bfloat16 first (docs/models.md, Quantised checkpoints)"
-_DERIVED = ".rotary_emb.inv_freq"
-"""Old Llama checkpoints store this table; it follows from config.json."""
 
 
 def hf_views(model: LanguageModel, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -46,100 +38,6 @@ def hf_views(model: LanguageModel, tensors: Mapping[str, Tensor] | None = None) 
 def hf_tensors(model: LanguageModel) -> dict[str, Tensor]:
     """The weights in the form of the checkpoint: HF names, contiguous. Some share memory with the model: copy to keep them."""
     return {name: view.contiguous() for name, view in hf_views(model).items()}
-
-
-@torch.no_grad()
-def load_hf_tensors(model: LanguageModel, tensors: Mapping[str, Tensor], files: Mapping[str, Path] | None = None) -> None:
-    """Copy tensors under HF names into the model, converting to its dtype; FP8 ones are dequantised one at a time.
-
-    `files` (tensor to file) makes errors say where. Raises ModelError, before anything is changed: a tensor is missing, unexpected, of
-    another shape or not of a float type, or FP8 without the scales that go with it.
-    """
-    views = hf_views(model)
-    problems = _problems(model, views, tensors, files or {})
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ModelError(f"the weights do not fit the {model.spec.family} model: {'; '.join(problems[:5])}{more}")
-    for name, view in views.items():
-        view.copy_(_plain(tensors, name))
-
-
-def _problems(model: LanguageModel, views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> list[str]:
-    found = []
-    for name, view in views.items():
-        given, where = tensors.get(name), f" in {files[name]}" if name in files else ""
-        if given is None:
-            found.append(f"tensor {name} is missing{_folder_of(files)}")
-        elif given.shape != view.shape:
-            found.append(f"tensor {name}{where} has shape {list(given.shape)}, but config.json implies {list(view.shape)}")
-        elif given.dtype == torch.float8_e4m3fn:
-            found += _scale_problems(name, given, tensors.get(name + SCALE_SUFFIX), where)
-        elif given.dtype not in _DTYPES:
-            found.append(_quantised(name, where, given.dtype))
-    for name in tensors.keys() - views.keys():
-        tied_copy = name in model.tied_names
-        if tied_copy and not _equal(tensors[name], tensors.get(model.tied_names[name])):
-            found.append(f"tensor {name} differs from the embedding, but config.json says tie_word_embeddings = true")
-        elif not tied_copy and not name.endswith(_DERIVED) and not _is_carried(model.spec, name) and not _is_scale(tensors, name):
-            where = f" in {files[name]}" if name in files else ""
-            quantised = tensors[name].dtype not in _DTYPES or name.endswith(_SCALES)
-            unexpected = f"tensor {name}{where} is unexpected: config.json describes no such weight"
-            found.append(_quantised(name, where, tensors[name].dtype) if quantised else unexpected)
-    return sorted(found, key=lambda problem: _CONVERT not in problem)
-
-
-def _quantised(name: str, where: str, dtype: torch.dtype) -> str:
-    return f"tensor {name}{where} is {str(dtype).removeprefix('torch.')}, of a quantised checkpoint: {_CONVERT}"
-
-
-def _scale_problems(name: str, codes: Tensor, scales: Tensor | None, where: str) -> list[str]:
-    if scales is None:
-        return [f"tensor {name}{where} is {codes.dtype}, but its scales {name}{SCALE_SUFFIX} are missing"]
-    expected = [-(-size // TILE) for size in codes.shape]
-    if list(scales.shape) != expected or not scales.is_floating_point():
-        return [f"tensor {name}{SCALE_SUFFIX}{where} is {scales.dtype} {list(scales.shape)}; expected float32 {expected}"]
-    return []
-
-
-def _is_scale(tensors: Mapping[str, Tensor], name: str) -> bool:
-    of = tensors.get(name.removesuffix(SCALE_SUFFIX))
-    return name.endswith(SCALE_SUFFIX) and of is not None and of.dtype == torch.float8_e4m3fn
-
-
-def _plain(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """The tensor itself, or the values that its codes and scales stand for."""
-    tensor = tensors[name]
-    if tensor.dtype != torch.float8_e4m3fn:
-        return tensor
-    return Quantised(tensor, tensors[name + SCALE_SUFFIX].float(), WEIGHT).dequantise()
-
-
-def _is_carried(spec: ModelSpec, name: str) -> bool:
-    """Whether the tensor is of a prediction layer: those are counted on behind the decoder's."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.prediction_layers
-
-
-def _carried(spec: ModelSpec, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors of prediction layers in `folder`, as they are there; FP8 ones as `dtype`."""
-    if not spec.prediction_layers or not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
-        return {}
-    found = read_tensors(folder, lambda name: _is_carried(spec, name))
-    quantised = [name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn]
-    problems = [p for name in quantised for p in _scale_problems(name, found[name], found.get(name + SCALE_SUFFIX), f" in {folder}")]
-    if problems:
-        raise ModelError("; ".join(problems[:5]))
-    plain = {name: _plain(found, name).to(dtype) for name in quantised}
-    return {name: plain.get(name, tensor) for name, tensor in found.items() if not _is_scale(found, name)}
-
-
-def _equal(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and torch.equal(a, b)
-
-
-def _folder_of(files: Mapping[str, Path]) -> str:
-    folder = next(iter(files.values()), None)
-    return f" from {folder.parent}" if folder else ""
 
 
 def tensor_files(folder: str | Path) -> dict[str, Path]:
@@ -160,28 +58,38 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
     return weight_map
 
 
-def read_tensors(folder: str | Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """Tensors of a model folder under HF names, from one file or from shards. They are mapped, not copied: do not write into them.
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of a model folder under HF names, from one file or from shards. They are mapped, not copied: do not write into them.
 
-    Raises ModelError: a file or tensor is missing, or a file is truncated or not safetensors.
+    One file is mapped at a time, and as long as a tensor of it is in use. Raises ModelError: a file or tensor is missing, or a file is
+    truncated or not safetensors.
     """
-    by_file: dict[Path, list[str]] = {}
-    for name, file in tensor_files(folder).items():
-        if wanted(name):
-            by_file.setdefault(file, []).append(name)
-    return {name: tensor for file, names in by_file.items() for name, tensor in _read_file(file, names)}
+
+    def __init__(self, folder: str | Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        self.files = {name: file for name, file in tensor_files(folder).items() if wanted(name)}
+        self._open: tuple[Path, Any] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self.files[name]
+        try:
+            if self._open is None or self._open[0] != file:
+                self._open = file, safe_open(file, framework="pt")
+            return self._open[1].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            if "does not contain tensor" in str(error):
+                raise ModelError(f"shard {file} does not hold {name}, though the index says so") from None
+            raise _unreadable(file, error) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
 
 
-def _read_file(file: Path, names: Iterable[str]) -> list[tuple[str, Tensor]]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            present = set(opened.keys())
-            for name in names:
-                if name not in present:
-                    raise ModelError(f"shard {file} does not hold {name}, though the index says so")
-            return [(name, opened.get_tensor(name)) for name in names]
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(file, error) from None
+def read_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of a model folder, mapped. Raises ModelError, see `TensorFiles`."""
+    return dict(TensorFiles(folder))
 
 
 def _tensor_names(file: Path) -> list[str]:
@@ -194,20 +102,19 @@ def _tensor_names(file: Path) -> list[str]:
 
 def _unreadable(file: Path, error: Exception) -> ModelError:
     size = file.stat().st_size if file.exists() else 0
-    return ModelError(f"{file} ({size} bytes) is truncated or not a safetensors file: {error}")
+    cut = cut_off(file)
+    lost = f"; the file ends within or before {_few(cut)}" if cut else ""
+    return ModelError(f"{file} ({size} bytes) is truncated or not a safetensors file: {error}{lost}")
 
 
-def save_folder(model: LanguageModel, folder: str | Path, like: str | Path, shard_bytes: int | None = None) -> None:
-    """`save_tensors` of the weights of `model`."""
-    save_tensors(hf_tensors(model), model.spec, folder, like, shard_bytes)
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def save_tensors(
-    tensors: Mapping[str, Tensor], spec: ModelSpec, folder: str | Path, like: str | Path, shard_bytes: int | None = None
-) -> None:
-    """Write an HF folder: the weights `tensors` (HF names), and config, tokenizer and templates, as they are in the folder `like`.
+def save_tensors(stream: TensorStream, dtype: torch.dtype, folder: str | Path, like: str | Path, shard_bytes: int | None = None) -> None:
+    """Write an HF folder: the tensors (HF names), one at a time, and config, tokenizer and templates, as they are in the folder `like`.
 
-    So are tensors of prediction layers, which a model does not have. `shard_bytes` None: one file.
+    `dtype`: what config.json says. `shard_bytes` None: one file.
     Atomic: `folder` is whole or absent, and replaces an earlier one of that name.
     Raises ModelError: `like` is no model folder.
     """
@@ -215,36 +122,40 @@ def save_tensors(
     if not (like / "config.json").is_file():
         raise ModelError(f"{like} is not a model folder: it has no config.json to copy")
     with atomic_folder(folder) as fresh:
-        dtype = max(tensors.values(), key=lambda tensor: tensor.numel()).dtype  # small ones may stay float32 whatever the model's
         _copy_companions(like, fresh, str(dtype).removeprefix("torch."))
-        write_tensors(fresh, {**tensors, **_carried(spec, like, dtype)}, shard_bytes)
+        write_stream(fresh, stream, shard_bytes)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int | None = None) -> None:
+    """`write_stream` of tensors that are there already."""
+    write_stream(folder, TensorStream.of(tensors), shard_bytes)
+
+
+def write_stream(folder: Path, stream: TensorStream, shard_bytes: int | None = None) -> None:
     """Write `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor gets its own) and their index."""
-    shards = _shards(tensors, shard_bytes)
-    if len(shards) == 1:
-        save_file(dict(shards[0]), folder / SINGLE, metadata={"format": "pt"})
-        return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(dict(shard), folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(t.nbytes for t in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    shards = _shards(stream.kinds, shard_bytes)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    paths = [folder / name for name in names] if len(shards) > 1 else [folder / SINGLE]
+    with closing(stream.items()) as items:
+        for path, kinds in zip(paths, shards, strict=True):
+            with TensorFile(path, kinds, {"format": "pt"}) as file:
+                for name, tensor in islice(items, len(kinds)):
+                    file.write(name, tensor)
+    if len(shards) > 1:
+        weight_map = {name: path.name for path, kinds in zip(paths, shards, strict=True) for name in kinds}
+        index = {"metadata": {"total_size": sum(map(num_bytes, stream.kinds.values()))}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(tensors: Mapping[str, Tensor], shard_bytes: int | None) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
+def _shards(kinds: Mapping[str, Kind], shard_bytes: int | None) -> list[dict[str, Kind]]:
+    shards: list[dict[str, Kind]] = [{}]
     used = 0
-    for name, tensor in tensors.items():
-        if shard_bytes is not None and shards[-1] and used + tensor.nbytes > shard_bytes:
+    for name, kind in kinds.items():
+        if shard_bytes is not None and shards[-1] and used + num_bytes(kind) > shard_bytes:
             shards.append({})
             used = 0
-        shards[-1][name] = tensor
-        used += tensor.nbytes
+        shards[-1][name] = kind
+        used += num_bytes(kind)
     return shards
 
 

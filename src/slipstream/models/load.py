@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.models import deepseek_v3, deepseek_v32, glm4_moe, glm_moe_dsa, gpt_oss, hf, llama, minimax_m2, qwen3, qwen3_moe
+from slipstream.models import deepseek_v3, deepseek_v32, glm4_moe, glm_moe_dsa, gpt_oss, llama, minimax_m2, qwen3, qwen3_moe
 from slipstream.models.decoder import Decoder
+from slipstream.models.fill import load_hf_tensors
+from slipstream.models.hf import TensorFiles
 from slipstream.models.impl import Impl
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.spec import ModelSpec
@@ -43,19 +45,16 @@ def load_model(
 ) -> LanguageModel:
     """The model of an HF folder, converted to `dtype`.
 
-    Raises ModelError: an unsupported architecture, or a file or tensor that is missing, truncated or of the wrong shape.
+    Raises ModelError: an unsupported architecture, a file or tensor that is missing, truncated or of the wrong shape, a value that is not
+    finite.
     """
-    folder = Path(folder)
     if impl == "hf":
         from slipstream.models.foreign.decoder import load_hf_model  # transformers' modelling code: seconds to import
 
         return load_hf_model(folder, dtype, device)
-    spec = ModelSpec.from_folder(folder)
-    family = _FAMILIES[spec.family]
-    with torch.device("meta"):
-        model = Decoder(spec, family.block, family.NAMES).to(dtype)
-    model.to_empty(device=device)
-    hf.load_hf_tensors(model, hf.read_tensors(folder), hf.tensor_files(folder))
+    tensors = TensorFiles(folder)
+    model = build_model(ModelSpec.from_folder(Path(folder)), dtype, "meta").to_empty(device=device)
+    load_hf_tensors(model, tensors, tensors.files)
     return model
 
 

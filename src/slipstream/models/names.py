@@ -37,6 +37,10 @@ class Names(Protocol):
         """Views under HF names of tensors under our names (parameters, their gradients, or anything of the same shapes)."""
         ...
 
+    def cut(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+        """(our name, HF name, view) of each of them."""
+        ...
+
 
 class Entry(Protocol):
     """One parameter of ours (`ours` may hold '{layer}') and its views."""
@@ -130,15 +134,19 @@ class NameTable:
 
         Raises StateError: a tensor is in no entry.
         """
-        result: dict[str, Tensor] = {}
+        return {hf: view for _, hf, view in self.cut(spec, tensors)}
+
+    def cut(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+        """(our name, HF name, view) of each of them, in the order of the table."""
         left = dict(tensors)
         for prefix, entry in self._entries(spec.num_layers):
-            tensor = left.pop(entry.ours.replace("{layer}", prefix), None)
+            ours = entry.ours.replace("{layer}", prefix)
+            tensor = left.pop(ours, None)
             if tensor is not None:
-                result |= {name.replace("{layer}", prefix): view for name, view in entry.views(tensor, spec)}
+                for hf, view in entry.views(tensor, spec):
+                    yield ours, hf.replace("{layer}", prefix), view
         if left:
             raise StateError(f"the name table of {spec.family} has no entry for {sorted(left)}")
-        return result
 
     def _entries(self, num_layers: int) -> Iterator[tuple[str, Entry]]:
         for entry in self.model:

@@ -69,9 +69,9 @@ TRAINER = (
     ),
     Metric(
         "trainer/time/checkpoint_s",
-        "Writing a checkpoint, on the steps that write one.",
+        "How long training stood still for the checkpoint of this step: copying it, and what was left of writing it before the next one.",
         "s",
-        "well below the step time times `checkpoint.interval`",
+        "near 0",
         "Large: a slow disk, or raise `checkpoint.interval`.",
     ),
     Metric(
@@ -528,7 +528,7 @@ METRICS = (*TRAINER, *ORCHESTRATOR, *ENGINE)
 SPANS = (
     Line("step", "trainer", "Forward, backward and optimizer of one step."),
     Line("publish", "trainer", "Writing and announcing new weights."),
-    Line("checkpoint", "trainer", "Writing a checkpoint."),
+    Line("checkpoint", "trainer", "Writing a checkpoint, while training goes on."),
     Line("wait_batch", "trainer", "Waiting for the next batch."),
     Line("busy", "engine", "The engine computes; merged to one span a busy period, or a second."),
 )

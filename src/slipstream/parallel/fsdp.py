@@ -6,19 +6,19 @@ with gloo there is one way to do that which is right for all group sizes (docs/d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from slipstream.models.decoder import Decoder
 from slipstream.models.layers import MoE
-from slipstream.parallel.comm import all_gather, all_to_all
+from slipstream.parallel.comm import all_to_all
 from slipstream.parallel.mesh import Mesh
-from slipstream.parallel.pipeline import own_layers, to_leader
+from slipstream.parallel.pipeline import own_layers
 
 
 def shard(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -57,37 +57,6 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, mesh: Me
         for grad in grads:
             grad.mul_(max_norm / (norm + 1e-6))
     return norm
-
-
-def whole(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """A parameter, gradient or moment put together from all processes, which all have to call this."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    full = tensor.full_tensor()
-    if not _is_expert(tensor):
-        return full
-    return all_gather(full, mesh.expert_group)
-
-
-def gather(tensors: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """`tensors` whole, one after the other, sharded ones in `dtype`, of all stages of a pipeline. Only the leading process keeps them:
-    elsewhere the result is empty."""
-
-    def wholes() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors.items():
-            full = whole(tensor, mesh)
-            yield name, full if full is tensor or dtype is None else full.to(dtype)
-
-    return to_leader(wholes(), mesh)
-
-
-def part(full: Tensor, like: Tensor, mesh: Mesh) -> Tensor:
-    """The inverse of `whole`: what this process keeps of `full`, sharded as `like` is. Nothing is sent."""
-    if not isinstance(like, DTensor):
-        return full
-    if _is_expert(like):
-        full = full.chunk(mesh.config.ep)[mesh.expert_rank]
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
 @torch.no_grad()
@@ -129,7 +98,3 @@ def _exchange(
 def local(tensor: Tensor) -> Tensor:
     """What of a sharded tensor is in this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_expert(tensor: DTensor) -> bool:
-    return "expert_fsdp" in (tensor.device_mesh.mesh_dim_names or ())

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slipstream.config.parallel import ParallelConfig
 from slipstream.errors import ConfigError, TrainerError
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,6 @@ class Mesh:
         return self.rank // self._per_pipe
 
     @property
-    def leads_pipe(self) -> bool:
-        """The first of those that hold the same layers."""
-        return self.rank % self._per_pipe == 0
-
-    @property
     def _per_pipe(self) -> int:
         return self.config.processes // self.config.pp
 
@@ -100,6 +98,14 @@ class Mesh:
         """The maximum over all processes, in place."""
         if not self.alone:
             dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def exchange(self, value: _Value) -> list[_Value]:
+        """The values of all processes, in order of rank."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.config.processes
+        dist.all_gather_object(values, value)
         return values
 
     def tell(self, message: bytes) -> None:

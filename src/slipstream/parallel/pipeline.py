@@ -13,12 +13,11 @@ Shapes: T tokens of a row here, P tokens of the longest, D hidden features, R ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -131,29 +130,3 @@ def _schedule(parts: list[PipelineStage], num_rows: int, config: ParallelConfig)
     if config.pp_schedule == "interleaved_1f1b":
         return ScheduleInterleaved1F1B(list(parts), **options)
     return {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[config.pp_schedule](parts[0], **options)
-
-
-def to_leader(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh) -> dict[str, Tensor]:
-    """Tensors of the layers of each process, in the leading one; elsewhere the result is empty. Takes them one at a time."""
-    if mesh.leads:
-        return {**dict(tensors), **{name: tensor for pipe in range(1, mesh.config.pp) for name, tensor in _received(pipe, mesh)}}
-    for name, tensor in tensors:
-        if mesh.leads_pipe:
-            dist.send_object_list([(name, tensor.shape, tensor.dtype)], 0)
-            dist.send(tensor.contiguous(), 0)
-    if mesh.leads_pipe:
-        dist.send_object_list([None], 0)
-    return {}
-
-
-def _received(pipe: int, mesh: Mesh) -> Iterable[tuple[str, Tensor]]:
-    sender = pipe * (mesh.config.processes // mesh.config.pp)
-    while True:
-        header: list[Any] = [None]
-        dist.recv_object_list(header, sender)
-        if header[0] is None:
-            return
-        name, shape, dtype = header[0]
-        tensor = torch.empty(shape, dtype=dtype)
-        dist.recv(tensor, sender)
-        yield name, tensor

@@ -1,17 +1,16 @@
-"""Checkpoints of the whole run: checkpoints/step_000010/{manifest.json, model.safetensors, optimizer.safetensors, state.json}.
+"""Checkpoints of the whole run: checkpoints/step_000010/{manifest.json, state.json, shard_00000.safetensors, ...}.
 
-One manifest stands for all of it: size and hash of every file, the step, the configuration's fingerprint, and what the orchestrator
-was when it cut the batch of that step (cursor, curriculum, ledger position). A checkpoint appears by one rename, so a crash leaves the
-previous one; it is verified before anything older is removed, and again when it is loaded. No pickle.
+One manifest stands for all of it: size and hash of every file and tensor, the step, the configuration's fingerprint, and what the
+orchestrator was when it cut the batch of that step (cursor, curriculum, ledger position). Every process of the trainer writes one shard
+(`trainer.shards`) into a folder that nobody looks at; `commit` makes a checkpoint of it by one rename, so a crash leaves the previous one.
+What was written has been read back before anything older is removed, and is verified again when it is loaded. No pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.transport.files import fsync_file, fsync_folder, write_durably
+from slipstream.models.tensor_file import cut_off
+from slipstream.trainer.shards import Stored, describe, where_damaged
+from slipstream.transport.files import fsync_folder, write_durably
 
-SCHEMA = 1
-MANIFEST, MODEL, OPTIMIZER, STATE = "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"
+SCHEMA = 2
+MANIFEST, STATE = "manifest.json", "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +37,10 @@ class Checkpoint:
     config_fingerprint: str
     orchestrator_state: Mapping[str, Any]
     state: Mapping[str, Any]
-    """The trainer's own plain values: RNG, schedule position, consecutive bad steps."""
+    """The trainer's own plain values: RNG, schedule position, consecutive bad steps, family of the model."""
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        return load_file(self.folder / MODEL)
-
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        return load_file(self.folder / OPTIMIZER)
+    def tensors(self) -> Stored:
+        return Stored(self.folder)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -57,44 +52,51 @@ def list_steps(checkpoints: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*") if path.name[5:].isdigit())
 
 
-def save(
-    checkpoints: Path,
+def begin(checkpoints: Path, step: int) -> Path:
+    """An empty folder for the shards of a new checkpoint. Whatever earlier attempts left is removed."""
+    for left in checkpoints.glob(".tmp-step_*"):
+        shutil.rmtree(left)
+    temp = checkpoints / f".tmp-step_{step:06d}"
+    temp.mkdir(parents=True)
+    return temp
+
+
+def commit(
+    temp: Path,
     step: int,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
+    shards: Mapping[str, Mapping[str, Any]],
     state: Mapping[str, Any],
     orchestrator_state: Mapping[str, Any],
     config_fingerprint: str,
 ) -> Checkpoint:
-    """Write, commit by rename, read back and verify. Replaces a checkpoint of the same step.
+    """Make a checkpoint of a folder in which the files `shards` have been written. Replaces a checkpoint of the same step.
 
-    Raises OSError (a full disk among others): nothing of the attempt is left, older checkpoints are as they were.
+    `shards`: file to its entry, as `shards.write_shard` returns it. Raises OSError; the folder is then for `discard`.
     """
-    temp, final = checkpoints / f".tmp-step_{step:06d}", step_folder(checkpoints, step)
+    final = step_folder(temp.parent, step)
+    write_durably(temp / STATE, json.dumps(dict(state)).encode())
+    manifest = {
+        "schema": SCHEMA,
+        "step": step,
+        "config_fingerprint": config_fingerprint,
+        "orchestrator_state": dict(orchestrator_state),
+        "files": {**{name: dict(entry) for name, entry in sorted(shards.items())}, STATE: describe(temp / STATE)},
+    }
+    write_durably(temp / MANIFEST, json.dumps({**manifest, "xxh3": _digest(manifest)}).encode())
+    _put(temp, final)
+    return read(final, hashes=False)
+
+
+def discard(temp: Path) -> None:
+    """Nothing of an attempt is left."""
     shutil.rmtree(temp, ignore_errors=True)
-    try:
-        temp.mkdir(parents=True)
-        for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
-            write_tensors(temp / name, tensors)
-            fsync_file(temp / name)
-        write_durably(temp / STATE, json.dumps(dict(state)).encode())
-        manifest = {
-            "schema": SCHEMA,
-            "step": step,
-            "config_fingerprint": config_fingerprint,
-            "orchestrator_state": dict(orchestrator_state),
-            "files": {name: _describe(temp / name) for name in (MODEL, OPTIMIZER, STATE)},
-        }
-        write_durably(temp / MANIFEST, json.dumps({**manifest, "xxh3": _digest(manifest)}).encode())
-        _commit(temp, final)
-    except BaseException:
-        shutil.rmtree(temp, ignore_errors=True)
-        raise
-    return read(final)
 
 
-def read(folder: Path) -> Checkpoint:
-    """Check every file of a checkpoint against its manifest. Raises ModelError naming the file that is missing or damaged."""
+def read(folder: Path, hashes: bool = True) -> Checkpoint:
+    """Check every file of a checkpoint against its manifest. Raises ModelError naming the file, and the tensor, that is missing or damaged.
+
+    `hashes` False: of files that have just been read back only the sizes.
+    """
     manifest = _read_json(folder / MANIFEST)
     expected, found = manifest.pop("xxh3", None), _digest(manifest)
     if found != expected:
@@ -105,13 +107,14 @@ def read(folder: Path) -> Checkpoint:
         path = folder / name
         if not path.exists():
             raise ModelError(f"{path} is missing from the checkpoint")
-        found = _describe(path)
-        if found["bytes"] != expected["bytes"]:
-            raise ModelError(
-                f"{path} has {found['bytes']} bytes, the manifest says {expected['bytes']}: truncated or not of this checkpoint"
-            )
-        if found["xxh3"] != expected["xxh3"]:
-            raise ModelError(f"{path} has hash {found['xxh3']}, the manifest says {expected['xxh3']}: the file is damaged")
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            lost = f"; it ends within or before tensor {cut_off(path)[0]}" if cut_off(path) else ""
+            raise ModelError(f"{path} has {size} bytes, the manifest says {expected['bytes']}: truncated or not of this checkpoint{lost}")
+        found = describe(path)["xxh3"] if hashes else expected["xxh3"]
+        if found != expected["xxh3"]:
+            where = where_damaged(path, expected["tensors"]) if "tensors" in expected else ""
+            raise ModelError(f"{path} has hash {found}, the manifest says {expected['xxh3']}: the file is damaged{where}")
     return Checkpoint(manifest["step"], folder, manifest["config_fingerprint"], manifest["orchestrator_state"], _read_json(folder / STATE))
 
 
@@ -150,17 +153,7 @@ def prune(checkpoints: Path, keep_last: int) -> int:
     return steps[-keep_last:][0]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Not yet synced. safetensors reports failed writes as its own error, with the errno in the text: turned back into OSError."""
-    try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code), str(path)) from None
-
-
-def _commit(temp: Path, final: Path) -> None:
+def _put(temp: Path, final: Path) -> None:
     """The rename that makes the checkpoint exist. An older one of the same step steps aside first."""
     aside = final.with_name(f".old-{final.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -169,14 +162,6 @@ def _commit(temp: Path, final: Path) -> None:
     os.rename(temp, final)
     fsync_folder(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -21,8 +21,9 @@ from slipstream.errors import ConfigError
 from slipstream.models.decoder import Decoder
 from slipstream.models.lora import Adapters
 from slipstream.models.peft import read_adapter
-from slipstream.parallel.fsdp import local, part
+from slipstream.parallel.fsdp import local
 from slipstream.parallel.mesh import Mesh
+from slipstream.parallel.pieces import pieces
 from slipstream.trainer.precision import Weights
 
 
@@ -34,19 +35,17 @@ class LoraWeights(Weights):
         self.mesh = mesh
         self.adapters = Adapters(model, lora.rank, lora.alpha, lora.targets, lora.seed)
         start_from(self.adapters, lora)
-        self._lengths = {ours: len(model.get_parameter(ours)) for ours in self.adapters.within}
         model.requires_grad_(False)
         for ours in self.adapters.within:
             model.get_parameter(ours).requires_grad_(True)
         super().__init__(model, config, mesh, in_place=True)
 
     def attach(self) -> None:
-        for ours, length in self._lengths.items():
+        for ours in self.adapters.within:
             parameter = self.compute.get_parameter(ours)
             if not self.mesh.alone:
-                here = local(part(torch.arange(length), parameter, self.mesh))
-                first = int(here[0]) if len(here) else 0
-                self.adapters.keep(ours, slice(first, first + len(here)))
+                here = pieces({ours: parameter}, self.mesh)[ours]
+                self.adapters.keep(ours, slice(here.starts[0], here.starts[0] + len(here.local)))
             parameter.register_post_accumulate_grad_hook(_hand_over_to(self.adapters, ours))
         self.sync()
 

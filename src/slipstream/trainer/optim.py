@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.train import OptimConfig
-from slipstream.parallel.fsdp import part
-from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.trainer.rules import Rule, RuleOptimizer, adamw, muon, sgd, sign_sgd
 
 
@@ -72,15 +70,18 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, s
     return {f"{key}/{names[p]}": value for p, state in optimizer.state.items() for key, value in state.items()}
 
 
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], mesh: Mesh = ALONE
-) -> None:
-    """The inverse of `optimizer_tensors`: of whole tensors, of which a sharded parameter takes its part."""
-    parameters = {name: p for p, name in names.items()}
+def empty_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> dict[str, Tensor]:
+    """Give the optimizer state without values yet, and return it as `optimizer_tensors` does.
+
+    `kinds`: type and whole shape under '<state>/<parameter name>', also of parameters that are not here.
+    """
     optimizer.state.clear()
-    for key, value in tensors.items():
+    parameters = {name: p for p, name in names.items()}
+    for key, (dtype, shape) in kinds.items():
         state, _, name = key.partition("/")
-        if mesh.config.pp > 1 and name not in parameters:
-            continue  # of a layer that another process holds
-        parameter = parameters[name]
-        optimizer.state[parameter][state] = (part(value, parameter, mesh) if value.ndim else value).clone()
+        parameter = parameters.get(name)
+        if parameter is not None:
+            optimizer.state[parameter][state] = torch.empty_like(parameter, dtype=dtype) if shape else torch.empty((), dtype=dtype)
+    return optimizer_tensors(optimizer, names)

@@ -6,18 +6,17 @@ Knows nothing of training, nor of when a version is old: the orchestrator knows 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
-from slipstream.trainer.checkpoint import write_tensors
+from slipstream.models.hf import write_stream
+from slipstream.models.tensor_file import TensorStream
+from slipstream.transport.files import naming
 from slipstream.transport.weights import TENSORS_FILE, seal
 from slipstream.types import PolicyVersion
 
 
-def publish(weights: Path, number: int, tensors: Mapping[str, torch.Tensor], parent: int | None) -> PolicyVersion:
-    """Write `tensors` (HF names) as version `number` into the folder `weights`. Readers see the whole version or none.
+def publish(weights: Path, number: int, tensors: TensorStream, parent: int | None) -> PolicyVersion:
+    """Write `tensors` (HF names), one at a time, as version `number` into the folder `weights`. Readers see the whole version or none.
 
     Raises OSError, naming the file, when it cannot be written (a full disk among others).
     """
@@ -25,5 +24,6 @@ def publish(weights: Path, number: int, tensors: Mapping[str, torch.Tensor], par
     if temp.exists():
         shutil.rmtree(temp)
     temp.mkdir(parents=True)
-    write_tensors(temp / TENSORS_FILE, tensors)
+    with naming(temp / TENSORS_FILE):
+        write_stream(temp, tensors)
     return seal(temp, weights, number, parent)

@@ -25,15 +25,14 @@ import torch
 
 from slipstream.config import RunConfig, load
 from slipstream.errors import ModelError, TrainerError
-from slipstream.models.hf import save_tensors
+from slipstream.models.fill import save_weights
 from slipstream.models.impl import read_spec
-from slipstream.models.load import load_model
 from slipstream.models.peft import write_adapter
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.parallel.mesh import joined
 from slipstream.trainer import checkpoint, progress
 from slipstream.trainer.publish import publish
-from slipstream.trainer.step import Learner, StepOutcome
+from slipstream.trainer.step import StepOutcome, learner_of
 from slipstream.trainer.team import Team, follow
 from slipstream.transport.codec import encode_batch
 from slipstream.transport.files import write_durably
@@ -54,9 +53,7 @@ def main(run_folder: Path) -> int:
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
     with joined(config.trainer.parallel, config.trainer.batch_timeout_s + COLLECTIVE_S) as mesh:
-        learner = Learner(
-            load_model(config.model.path, impl=config.model.impl), config.trainer, config.trainer.optim, config.max_steps, mesh
-        )
+        learner = learner_of(config.model.path, config.trainer, config.trainer.optim, config.max_steps, mesh, impl=config.model.impl)
         if not mesh.leads:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader stops at a step boundary, and says so
             follow(learner)
@@ -76,9 +73,10 @@ class RlTrainer:
         self.run_folder, self.config, self.metrics, self.team = run_folder, config, metrics, team
         self.now = progress.Progress()
         self._inbox = FolderInbox(run_folder)
+        self._saving: progress.Saving | None = None
         self._checkpointed = -1
         self._stopping = False
-        self._waited_s = self._beat_s = 0.0
+        self._waited_s = self._beat_s = self._begun_s = self._held_s = 0.0
 
     @property
     def step(self) -> int:
@@ -99,13 +97,15 @@ class RlTrainer:
                 break
             self._train(batch)
             self._publish()
+            self._settle()
             if self.config.checkpoint.interval and self.step % self.config.checkpoint.interval == 0:
                 self._checkpoint()
+        self._settle(wait=True)
         if self._checkpointed != self.step:
             self._checkpoint(final=True)
         if not self._stopping:
             spec = read_spec(self.config.model.path, self.config.model.impl)
-            save_tensors(self.team.published(), spec, self.run_folder / "final", like=self.config.model.path)
+            save_weights(self.team.published(), spec, self.run_folder / "final", like=self.config.model.path)
             if self.team.adapters is not None:
                 write_adapter(self.run_folder / "adapter", self.team.adapters, self.config.model.path)
 
@@ -116,7 +116,8 @@ class RlTrainer:
         return batch
 
     def _poll(self) -> bool:
-        """Called every few milliseconds of waiting: a sign of life now and then."""
+        """Called every few milliseconds of waiting: a sign of life now and then, and the end of a checkpoint."""
+        self._settle()
         if time.monotonic() > self._beat_s + HEARTBEAT_S:
             self._beat_s = time.monotonic()
             self.metrics.event("heartbeat", step=self.step)
@@ -153,23 +154,41 @@ class RlTrainer:
         self.metrics.log(self.step, {"trainer/time/publish_s": timing["seconds"]})
 
     def _checkpoint(self, final: bool = False) -> None:
-        """A full disk costs this checkpoint, not the run: training goes on with the previous one, unless nothing comes after."""
-        root = self.run_folder / "checkpoints"
+        """Begin one, which is written while training goes on; at the end of the run, wait for it. The one before is ended first."""
+        self._settle(wait=True)
+        self._begun_s = time.time()
         try:
-            with self._timed("checkpoint", self.step) as timing:
-                progress.save(root, self.team, self.now, self.config.fingerprint())
+            self._saving = progress.begin(self.run_folder / "checkpoints", self.team, self.now)
         except OSError as error:
-            if final or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            self.metrics.event("checkpoint_failed", step=self.step, error=str(error))
-            _warn(f"checkpoint of step {self.step} failed, training goes on with the previous one: {error}")
+            self._no_checkpoint(self.step, error, final)
+        self._held_s = time.time() - self._begun_s
+        if final:
+            self._settle(wait=True, final=True)
+
+    def _settle(self, wait: bool = False, final: bool = False) -> None:
+        """End the checkpoint in flight, if there is one and it is written; `wait`: wait for that. Older ones go once it is there."""
+        if self._saving is None or (self.team.saving and not wait):
             return
-        self._checkpointed = self.step
-        self.metrics.log(self.step, {"trainer/time/checkpoint_s": timing["seconds"]})
-        oldest = checkpoint.prune(root, self.config.checkpoint.keep_last)
+        saving, self._saving, began = self._saving, None, time.time()
+        try:
+            progress.finish(saving, self.team, self.config.fingerprint())
+        except OSError as error:
+            self._no_checkpoint(saving.now.step, error, final)
+            return
+        self._checkpointed, ended = saving.now.step, time.time()
+        self.metrics.span("checkpoint", self._begun_s, ended, self._checkpointed)
+        self.metrics.log(self._checkpointed, {"trainer/time/checkpoint_s": self._held_s + ended - began})
+        oldest = checkpoint.prune(self.run_folder / "checkpoints", self.config.checkpoint.keep_last)
         for step in list_batches(self.run_folder):
             if step <= oldest:
                 batch_path(self.run_folder, step).unlink()
+
+    def _no_checkpoint(self, step: int, error: OSError, final: bool) -> None:
+        """A full disk costs a checkpoint, not the run: training goes on with the previous one, unless nothing comes after."""
+        if final or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise error
+        self.metrics.event("checkpoint_failed", step=step, error=str(error))
+        _warn(f"checkpoint of step {step} failed, training goes on with the previous one: {error}")
 
     def _resume(self) -> None:
         """From the newest checkpoint; batches after it that are on disk will be trained again, to the same weights."""

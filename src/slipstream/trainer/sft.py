@@ -15,12 +15,11 @@ from slipstream.algorithms.packing import assign
 from slipstream.config import RunConfig, validate
 from slipstream.config.train import PolicyGradientLoss, SftConfig
 from slipstream.errors import ConfigError, TrainerError
-from slipstream.models.hf import save_tensors
+from slipstream.models.fill import save_weights
 from slipstream.models.impl import read_spec
-from slipstream.models.load import load_model
 from slipstream.models.peft import write_adapter
 from slipstream.parallel.mesh import ALONE, Mesh
-from slipstream.trainer.step import Learner, StepOutcome
+from slipstream.trainer.step import Learner, StepOutcome, learner_of
 from slipstream.trainer.team import Team, follow
 from slipstream.types import Batch, BoolArray, IntArray, MicroBatch
 
@@ -52,15 +51,15 @@ def train(
     chosen, bad_steps, metrics = draws(len(samples), sft.samples_per_step, config.seed), 0, {}
     with Team(_learner(model_folder, config, sft, mesh)) as team:
         for step in range(1, sft.steps + 1):
-            start = time.perf_counter()
+            began = time.perf_counter()
             outcome = team.step(demonstration_batch(step, [samples[i] for i in next(chosen)], config.trainer.row_tokens))
             bad_steps = bad_steps + 1 if outcome.problem else 0
             if bad_steps >= config.trainer.max_bad_steps:
                 raise TrainerError(f"sft: {bad_steps} steps in a row were skipped, the last because {outcome.problem}; lower sft.optim.lr")
-            metrics = _metrics(outcome, time.perf_counter() - start)
+            metrics = _metrics(outcome, time.perf_counter() - began)
             if on_step is not None:
                 on_step(step, metrics)
-        save_tensors(team.published(), read_spec(model_folder, config.model.impl), out_folder, like=model_folder)
+        save_weights(team.published(), read_spec(model_folder, config.model.impl), out_folder, like=model_folder)
         if team.adapters is not None:
             write_adapter(adapter_folder(out_folder), team.adapters, model_folder)
     return metrics
@@ -79,7 +78,7 @@ def assist(model_folder: Path, config: RunConfig, mesh: Mesh) -> None:
 
 def _learner(model_folder: Path, config: RunConfig, sft: SftConfig, mesh: Mesh) -> Learner:
     trainer = config.trainer.replace(loss=validate(PolicyGradientLoss, {}))
-    return Learner(load_model(model_folder, impl=config.model.impl), trainer, sft.optim, sft.steps, mesh)
+    return learner_of(model_folder, trainer, sft.optim, sft.steps, mesh, impl=config.model.impl)
 
 
 def draws(num_samples: int, size: int, seed: int) -> Iterator[list[int]]:

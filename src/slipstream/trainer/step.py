@@ -9,8 +9,8 @@ Shapes: T tokens of a row, t of them in this process, N that carry loss, n of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,24 +20,29 @@ from slipstream.algorithms.losses import loss_fn
 from slipstream.config.train import OptimConfig, TrainerConfig
 from slipstream.errors import StateError
 from slipstream.models.decoder import Decoder
-from slipstream.models.hf import hf_views, load_hf_tensors
+from slipstream.models.impl import Impl
 from slipstream.models.language_model import LanguageModel
-from slipstream.models.load import build_model
+from slipstream.models.load import build_model, load_model
 from slipstream.models.lora import Adapters
+from slipstream.models.spec import ModelSpec
+from slipstream.models.tensor_file import TensorStream
 from slipstream.ops import token_logprobs
 from slipstream.parallel.apply import parallelise
 from slipstream.parallel.context import across, gather_tokens
-from slipstream.parallel.fsdp import clip_gradients, gather, part
+from slipstream.parallel.fsdp import clip_gradients
 from slipstream.parallel.mesh import ALONE, Mesh
+from slipstream.parallel.pieces import Piece, boxes
 from slipstream.parallel.pipeline import StageRun, run_pipeline
 from slipstream.parallel.rows import own_rows, spans, take
+from slipstream.trainer import holdings
 from slipstream.trainer.aux_loss import AuxLoss
 from slipstream.trainer.fit import check_trains
 from slipstream.trainer.lora import LoraWeights
 from slipstream.trainer.memory import Trimmer
-from slipstream.trainer.optim import learning_rate, load_optimizer_tensors, make_optimizer, optimizer_tensors, set_learning_rate
+from slipstream.trainer.optim import learning_rate, make_optimizer, set_learning_rate
 from slipstream.trainer.precision import Weights
 from slipstream.trainer.routing import RoutingStats, balance, row_context
+from slipstream.trainer.shards import Stored
 from slipstream.trainer.sums import TokenSums
 from slipstream.types import Batch, MicroBatch
 
@@ -61,8 +66,12 @@ class Learner:
     """
 
     def __init__(self, model: LanguageModel, config: TrainerConfig, optim: OptimConfig, max_steps: int, mesh: Mesh = ALONE) -> None:
-        """`model` holds float32 weights, all of them. Raises ConfigError: the model cannot do what `config` asks for."""
+        """`model` holds float32 weights, all of them, or, of several processes, is on the meta device and gets its part by `load`.
+
+        Raises ConfigError: the model cannot do what `config` asks for.
+        """
         _prepare(model, config, optim)
+        self._layout = holdings.Layout(model, mesh)
         self.config, self.optim, self.max_steps, self.mesh = config, optim, max_steps, mesh
         self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         if config.lora is None:
@@ -71,9 +80,12 @@ class Learner:
             assert isinstance(model, Decoder)  # `trainer.fit`
             self.weights = LoraWeights(model, config, config.lora, mesh)
         parallelise(self.weights.compute, mesh, self._dtype, config)
+        if any(p.is_meta for p in model.parameters()):
+            model.to_empty(device="cpu")
         self.weights.sharded()
         if isinstance(self.weights, LoraWeights):
             self.weights.attach()
+        self._plan = boxes(self._layout.weights(model), mesh)
         self.optimizer = make_optimizer(self.weights.trained, self.weights.columns, optim)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.weights.trained.items()}
         self._loss_fn, self._memory = loss_fn(config.loss), Trimmer()
@@ -125,41 +137,33 @@ class Learner:
         """What alone trains with [trainer.lora]."""
         return self.weights.adapters if isinstance(self.weights, LoraWeights) else None
 
-    def published(self) -> dict[str, Tensor]:
-        """The weights that the next step trains from, in the compute dtype, under HF names; only the leading process has any."""
-        return self._gathered(self.weights.compute, self._dtype)
-
-    def masters(self) -> dict[str, Tensor]:
-        """What trains, in float32: the weights under HF names, or the adapters under PEFT's. Only the leading process has any."""
-        if self.adapters is None:
-            return self._gathered(self.weights.master)
-        return self.adapters.tensors() if self.mesh.leads else {}
-
-    def moments(self) -> dict[str, Tensor]:
-        """The optimizer's state under '<state>/<parameter name>'; only the leading process has any."""
-        return gather(optimizer_tensors(self.optimizer, self.names), self.mesh)
-
-    @torch.no_grad()
-    def restore(self, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """The inverse of `masters` and `moments`. Raises ModelError: they are of another model."""
-        if self.adapters is not None:
-            self.adapters.load(masters, "the checkpoint")
-        else:
-            self._restore_weights(masters)
+    def load(self, folder: Path) -> None:
+        """Take this process's part of the weights of an HF folder. Raises ModelError: it does not fit, or is damaged."""
+        self._layout.load(self.weights.master, folder)
         self.weights.sync()
-        load_optimizer_tensors(self.optimizer, self.names, moments, self.mesh)
 
-    def _restore_weights(self, masters: Mapping[str, Tensor]) -> None:
-        model = self.weights.master
-        fresh = model if self.mesh.alone else build_model(model.spec, device="meta").to_empty(device="cpu")
-        load_hf_tensors(fresh, masters)
-        for name, parameter in model.named_parameters():
-            if fresh is not model:
-                parameter.copy_(part(fresh.get_parameter(name), parameter, self.mesh))
+    def published(self) -> TensorStream:
+        """The weights that the next step trains from, in the compute dtype, under HF names. Only the leading process gets them."""
+        return self._exported(self.weights.compute, self._dtype)
 
-    def _gathered(self, model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        kept = gather({name: p.detach() for name, p in model.named_parameters()}, self.mesh, dtype)
-        return {name: view.contiguous() for name, view in hf_views(model, kept).items()}
+    def masters(self) -> TensorStream:
+        """What trains, in float32: the weights under HF names, or the adapters under PEFT's. Only the leading process gets them."""
+        if self.adapters is None:
+            return self._exported(self.weights.master)
+        return TensorStream.of(self.adapters.tensors() if self.mesh.leads else {})
+
+    def state(self) -> dict[str, Piece]:
+        """What this process holds of what a checkpoint stores."""
+        return self._layout.state(self.weights.trained, self.optimizer, self.names)
+
+    def restore(self, stored: Stored) -> None:
+        """The inverse of `state`, for any number of processes. Raises ModelError: it is of another model."""
+        self._layout.restore(self.weights.trained, self.optimizer, self.names, stored)
+        self.weights.sync()
+
+    def _exported(self, model: LanguageModel, dtype: torch.dtype | None = None) -> TensorStream:
+        plan = boxes(self._layout.weights(model), self.mesh) if self.mesh.alone else self._plan
+        return self._layout.export(model, plan, dtype)
 
     def _row(
         self, row: MicroBatch, run: LanguageModel | StageRun, batch: Batch, sums: TokenSums, routing: RoutingStats, even: AuxLoss
@@ -203,6 +207,18 @@ class Learner:
             return logprobs_n, entropy_n
         logprobs_N, entropy_N = gather_tokens(torch.stack((logprobs_n, entropy_n), 1), own_PN, self.mesh).unbind(1)
         return logprobs_N.index_copy(0, torch.from_numpy(own_N.nonzero()[0]), logprobs_n), entropy_N
+
+
+def learner_of(folder: Path, config: TrainerConfig, optim: OptimConfig, max_steps: int, mesh: Mesh = ALONE, impl: Impl = "auto") -> Learner:
+    """A learner of the model in an HF folder; no process of several reads more than it keeps. Raises ModelError, ConfigError.
+
+    Adapters start from the whole base, and transformers' modules have their memory when they are built: these are cut afterwards.
+    """
+    if mesh.alone or config.lora is not None or impl == "hf":
+        return Learner(load_model(folder, impl=impl), config, optim, max_steps, mesh)
+    learner = Learner(build_model(ModelSpec.from_folder(folder), device="meta"), config, optim, max_steps, mesh)
+    learner.load(folder)
+    return learner
 
 
 def _sizes(batch: Batch) -> dict[str, float]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.models import hf
+from slipstream.models import fill, hf
 from slipstream.models.load import build_model, load_model
 from slipstream.models.spec import ModelSpec
 
@@ -105,7 +105,7 @@ def test_scales_may_lie_in_another_shard_than_their_codes(tmp_path):
 
 def test_what_is_saved_from_such_a_model_is_not_quantised_and_says_so(tmp_path):
     folder, values = fp8_folder(tmp_path / "model")
-    hf.save_folder(load_model(folder), tmp_path / "out", like=folder)
+    fill.save_folder(load_model(folder), tmp_path / "out", like=folder)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "float32"
     saved = hf.read_tensors(tmp_path / "out")
@@ -117,13 +117,13 @@ def test_a_prediction_layer_in_fp8_is_carried_along_as_its_values(tmp_path):
     codes, scales, values = quantised(torch.randn(130, 200, generator=torch.Generator().manual_seed(0)))
     name = "model.layers.2.mlp.down_proj.weight"
     edit(folder, **{name: codes, f"{name}_scale_inv": scales, "model.layers.2.eh_proj.weight": torch.ones(2, 2)})
-    hf.save_folder(load_model(folder, torch.bfloat16), tmp_path / "out", like=folder)
+    fill.save_folder(load_model(folder, torch.bfloat16), tmp_path / "out", like=folder)
     saved = hf.read_tensors(tmp_path / "out")
     assert torch.equal(saved[name], values.bfloat16()) and saved["model.layers.2.eh_proj.weight"].dtype == torch.float32
     assert not any(key.endswith("_scale_inv") for key in saved)
     edit(folder, **{f"{name}_scale_inv": None})
     with pytest.raises(ModelError, match=f"its scales {name}_scale_inv are missing"):
-        hf.save_folder(load_model(folder), tmp_path / "out", like=folder)
+        fill.save_folder(load_model(folder), tmp_path / "out", like=folder)
 
 
 def test_codes_without_scales_are_refused(tmp_path):

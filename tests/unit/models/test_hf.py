@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.errors import ModelError
-from slipstream.models import hf
+from slipstream.models import fill, hf
 from slipstream.models.decoder import Decoder
 from slipstream.models.load import load_model
+from slipstream.models.tensor_file import TensorFile
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
@@ -37,7 +38,7 @@ def test_loading_gives_back_what_was_saved_bit_for_bit(model: Decoder, folder: P
 def test_any_sharding_holds_the_same_tensors_within_its_limit(
     model: Decoder, folder: Path, tmp_path: Path, shard_bytes: int | None
 ) -> None:
-    hf.save_folder(model, tmp_path / "out", like=folder, shard_bytes=shard_bytes)
+    fill.save_folder(model, tmp_path / "out", like=folder, shard_bytes=shard_bytes)
     before, after = hf.read_tensors(folder), hf.read_tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -49,7 +50,7 @@ def test_any_sharding_holds_the_same_tensors_within_its_limit(
 
 
 def test_saving_copies_what_lies_beside_the_weights_and_corrects_the_dtype(model: Decoder, folder: Path, tmp_path: Path) -> None:
-    hf.save_folder(model.bfloat16(), tmp_path / "out", like=folder)
+    fill.save_folder(model.bfloat16(), tmp_path / "out", like=folder)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {**json.loads((folder / "config.json").read_text()), "dtype": "bfloat16"}
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
@@ -59,21 +60,21 @@ def test_saving_copies_what_lies_beside_the_weights_and_corrects_the_dtype(model
 def test_a_failed_save_leaves_the_earlier_folder_whole(
     model: Decoder, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hf.save_folder(model, tmp_path / "out", like=folder)
+    fill.save_folder(model, tmp_path / "out", like=folder)
     before = (tmp_path / "out" / hf.SINGLE).read_bytes()
 
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf, "save_file", full)
+    monkeypatch.setattr(TensorFile, "write", full)
     with pytest.raises(OSError, match="No space"):
-        hf.save_folder(model, tmp_path / "out", like=folder)
+        fill.save_folder(model, tmp_path / "out", like=folder)
     assert (tmp_path / "out" / hf.SINGLE).read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
 def test_saving_over_the_folder_that_was_copied_from_works(model: Decoder, folder: Path) -> None:
-    hf.save_folder(model, folder, like=folder)
+    fill.save_folder(model, folder, like=folder)
     assert torch.equal(load_model(folder).embed, model.embed)
     assert (folder / "tokenizer.json").exists()
 
@@ -88,6 +89,38 @@ def test_a_truncated_file_is_named(folder: Path, keep: int) -> None:
     (folder / hf.SINGLE).write_bytes(content[:keep])
     with pytest.raises(ModelError, match=r"model\.safetensors .*truncated"):
         load_model(folder)
+
+
+def test_a_truncated_shard_is_named_with_the_tensor_that_it_cuts(model: Decoder, folder: Path, tmp_path: Path) -> None:
+    fill.save_folder(model, tmp_path / "out", like=folder, shard_bytes=4000)
+    file = hf.tensor_files(tmp_path / "out")[Q_PROJ]
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=rf"{file} .*truncated.*; the file ends within or before model\.layers\.0\."):
+        load_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [Q_PROJ, "model.layers.2.mlp.experts.4.down_proj.weight", "model.norm.weight"])
+def test_a_value_that_is_not_finite_is_named_with_its_file(folder: Path, name: str, value: float) -> None:
+    tensor = load_file(folder / hf.SINGLE)[name].clone()
+    tensor.view(-1)[3] = value
+    edit(folder, **{name: tensor})
+    with pytest.raises(ModelError, match=rf"tensor {name} in {folder / hf.SINGLE} has 1 values that are not finite, .*: {value}"):
+        load_model(folder)
+
+
+def test_large_values_are_no_infinities(folder: Path) -> None:
+    edit(folder, **{"model.norm.weight": torch.full((16,), 3e38)})
+    assert load_model(folder).norm.max() == 3e38
+
+
+def test_all_that_does_not_fit_is_named(folder: Path) -> None:
+    names = [f"model.layers.0.mlp.experts.{e}.{part}_proj.weight" for e in range(5) for part in ("gate", "up", "down")]
+    edit(folder, **dict.fromkeys(names), surprise=torch.zeros(1), **{Q_PROJ: torch.zeros(3, 4)})
+    with pytest.raises(ModelError) as caught:
+        load_model(folder)
+    assert all(f"tensor {name} is missing" in str(caught.value) for name in names)
+    assert "tensor surprise in" in str(caught.value) and f"tensor {Q_PROJ} in" in str(caught.value)
 
 
 def test_a_folder_without_weights_is_named(folder: Path) -> None:
@@ -133,14 +166,14 @@ def test_a_refused_load_changes_nothing(model: Decoder) -> None:
     tensors = {name: tensor + 1 for name, tensor in hf.hf_tensors(model).items()}
     before = model.embed.clone()
     with pytest.raises(ModelError):
-        hf.load_hf_tensors(model, {**tensors, Q_PROJ: torch.zeros(1)})
+        fill.load_hf_tensors(model, {**tensors, Q_PROJ: torch.zeros(1)})
     assert torch.equal(model.embed, before)
-    hf.load_hf_tensors(model, tensors)
+    fill.load_hf_tensors(model, tensors)
     assert torch.equal(model.embed, before + 1)
 
 
 def test_a_missing_shard_names_file_and_tensor(model: Decoder, folder: Path, tmp_path: Path) -> None:
-    hf.save_folder(model, tmp_path / "out", like=folder, shard_bytes=4000)
+    fill.save_folder(model, tmp_path / "out", like=folder, shard_bytes=4000)
     gone = hf.tensor_files(tmp_path / "out")[Q_PROJ]
     gone.unlink()
     with pytest.raises(ModelError, match=rf"{gone} is missing; .* holds model\."):
@@ -148,7 +181,7 @@ def test_a_missing_shard_names_file_and_tensor(model: Decoder, folder: Path, tmp
 
 
 def test_a_shard_without_its_tensor_names_both(model: Decoder, folder: Path, tmp_path: Path) -> None:
-    hf.save_folder(model, tmp_path / "out", like=folder, shard_bytes=4000)
+    fill.save_folder(model, tmp_path / "out", like=folder, shard_bytes=4000)
     file = hf.tensor_files(tmp_path / "out")[Q_PROJ]
     save_file({name: tensor for name, tensor in load_file(file).items() if name != Q_PROJ}, file)
     with pytest.raises(ModelError, match=f"{file} does not hold {Q_PROJ}"):

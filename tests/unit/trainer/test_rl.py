@@ -16,11 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from slipstream.errors import ModelError, TrainerError
 from slipstream.models.load import load_model
 from slipstream.observe.metrics import read_metrics
-from slipstream.trainer import checkpoint, rl
+from slipstream.trainer import checkpoint, rl, shards
 from slipstream.trainer.step import Learner
 from slipstream.transport.codec import decode_batch
 from slipstream.transport.folder import FolderTrainer, list_batches
@@ -184,14 +186,14 @@ def test_no_batch_within_the_deadline_ends_the_role(tmp_path, model):
 
 
 def test_a_full_disk_costs_the_checkpoint_but_not_the_run_unless_it_is_the_last(tmp_path, model, monkeypatch, capsys):
-    save = checkpoint.save
+    write = shards.write_shard
 
-    def full(root: Path, step: int, *args, **kwargs) -> checkpoint.Checkpoint:
-        if step in full_at:
+    def full(path: Path, staged: shards.Staged) -> dict:
+        if int(path.parent.name[-6:]) in full_at:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(root, step, *args, **kwargs)
+        return write(path, staged)
 
-    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(shards, "write_shard", full)
     folder, full_at = write_run(run_config(tmp_path / "run", model, checkpoint={"interval": 1})), {2}
     train(folder, 1, 2, 3)
     assert checkpoint.list_steps(folder / "checkpoints") == [1, 3]
@@ -200,6 +202,37 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run_unless_it_is_the_last(
     full_at = {4, 5}
     with pytest.raises(OSError, match="No space left"):
         train(folder, 4, 5)
+    assert checkpoint.list_steps(folder / "checkpoints") == [1, 3] and not list((folder / "checkpoints").glob(".tmp*"))
+
+
+def test_the_next_step_runs_while_a_checkpoint_is_written_and_the_one_after_waits(tmp_path, model, monkeypatch):
+    order, write, train_step = [], shards.write_shard, rl.RlTrainer._train
+
+    def slow(path: Path, staged: shards.Staged) -> dict:
+        number, deadline = int(path.parent.name[-6:]), time.monotonic() + 20
+        order.append(f"write {number}")
+        while number == 1 and "step 2" not in order and time.monotonic() < deadline:
+            time.sleep(0.01)
+        entry = write(path, staged)
+        order.append(f"written {number}")
+        return entry
+
+    def step(self: rl.RlTrainer, batch) -> None:
+        train_step(self, batch)
+        order.append(f"step {batch.step}")
+
+    monkeypatch.setattr(shards, "write_shard", slow)
+    monkeypatch.setattr(rl.RlTrainer, "_train", step)
+    folder = write_run(run_config(tmp_path / "run", model, checkpoint={"interval": 1, "keep_last": 5}))
+    train(folder, 1, 2)
+    assert order == ["step 1", "write 1", "step 2", "written 1", "write 2", "written 2"]
+    assert checkpoint.list_steps(folder / "checkpoints") == [1, 2]
+    first, second = ({**checkpoint.read(checkpoint.step_folder(folder / "checkpoints", n)).orchestrator_state} for n in (1, 2))
+    assert (first, second) == ({"cursor": 1}, {"cursor": 2})
+    for number in (1, 2):  # what was written is the state of its step, though the first was written after the second step
+        stored = load_file(checkpoint.step_folder(folder / "checkpoints", number) / "shard_00000.safetensors")
+        published = load_file(version_folder(folder / "weights", number) / "model.safetensors")
+        assert torch.equal(stored["model/embed"], published["model.embed_tokens.weight"]) and float(stored["step/embed"]) == number
 
 
 def test_a_damaged_checkpoint_is_never_passed_over_and_going_back_on_demand_loses_nothing(tmp_path, model):
@@ -207,12 +240,30 @@ def test_a_damaged_checkpoint_is_never_passed_over_and_going_back_on_demand_lose
     train(folder, 1, 2, 3)
     before = fingerprints(folder)
     damaged = checkpoint.step_folder(folder / "checkpoints", 3)
-    (damaged / "optimizer.safetensors").unlink()
-    with pytest.raises(ModelError, match=rf"optimizer.safetensors is missing.*step 2 is whole.*rm -r {damaged}\)"):
+    (damaged / "shard_00000.safetensors").unlink()
+    with pytest.raises(ModelError, match=rf"shard_00000.safetensors is missing.*step 2 is whole.*rm -r {damaged}\)"):
         train(folder)
     shutil.rmtree(damaged)
     train(folder)
     assert fingerprints(folder) == before
+
+
+def test_a_checkpoint_of_another_model_names_what_does_not_fit(tmp_path, model):
+    folder = write_run(run_config(tmp_path / "run", model))
+    train(folder, 1)
+    dense = model_folder(tmp_path / "dense", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    write_run(run_config(folder, dense))
+    with pytest.raises(ModelError, match=r"checkpoint .*step_000001 is of the family 'qwen3_moe', but the model is of 'qwen3'"):
+        train(folder)
+    write_run(run_config(folder, model_folder(tmp_path / "deeper", num_hidden_layers=3, vocab_size=60)))
+    with pytest.raises(ModelError) as caught:
+        train(folder)
+    assert "does not fit the qwen3_moe model" in str(caught.value)
+    assert "tensor model/layers.2.attention.qkv is missing" in str(caught.value)
+    assert "tensor exp_avg/embed has shape [50, 16], but the model's is [60, 16]" in str(caught.value)
+    write_run(run_config(folder, model_folder(tmp_path / "shallower", num_hidden_layers=1)))
+    with pytest.raises(ModelError, match=r"tensor model/layers\.1\.attention\.out is unexpected.*tensor exp_avg/layers\.1"):
+        train(folder)
 
 
 def test_without_the_checkpoint_that_the_batches_start_from_the_run_does_not_start_from_scratch(tmp_path, model):

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slipstream.models import hf
 from slipstream.models.context import Context
+from slipstream.models.fill import load_hf_tensors
 from slipstream.models.foreign.modules import build, config_of, embedding_of, head_of, layers_of
 from slipstream.models.foreign.names import HfNames
 from slipstream.models.foreign.probe import probe
 from slipstream.models.foreign.router import routers_of
 from slipstream.models.foreign.seams import CONTEXT, LayerSeam, RouterSeam, seam
 from slipstream.models.foreign.spec import HfSpec
+from slipstream.models.hf import TensorFiles
 from slipstream.models.language_model import LanguageModel
 
 
@@ -26,7 +27,8 @@ def load_hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device
     spec = probe(folder)
     with torch.device(device):
         model = HfDecoder(build(config_of(folder), dtype, str(folder / "config.json")), spec)
-    hf.load_hf_tensors(model, hf.read_tensors(folder), hf.tensor_files(folder))
+    tensors = TensorFiles(folder)
+    load_hf_tensors(model, tensors, tensors.files)
     return model
 
 

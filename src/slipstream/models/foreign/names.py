@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,11 @@ class HfNames:
         own = {name.removeprefix(self._prefix): tensor for name, tensor in tensors.items()}
         with _NoCopies():
             return revert_weight_conversion(self._inner, own)
+
+    def cut(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+        """Parameter by parameter, since transformers does not say of which one it made a tensor."""
+        for name, tensor in tensors.items():
+            yield from ((name, hf, view) for hf, view in self.views(spec, {name: tensor}).items())
 
     def check(self, source: str) -> None:
         """Raises ModelError: the checkpoint's tensors are not views that cover each parameter once."""
