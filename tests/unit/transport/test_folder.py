@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream.errors import StateError, TrainerError, WireError
+from slipstream.models.tensor_file import TensorStream
 from slipstream.trainer.publish import publish
 from slipstream.transport.folder import Finish, FolderInbox, FolderTrainer, batch_path, list_batches
 from slipstream.types import Batch, MicroBatch
@@ -105,10 +106,10 @@ async def test_updates_give_each_newest_version_once_and_survive_a_cancelled_wai
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
             await anext(updates)
-    publish(tmp_path / "weights", 0, {"w": torch.ones(2)}, None)
+    publish(tmp_path / "weights", 0, TensorStream.of({"w": torch.ones(2)}), None)
     assert (await anext(updates)).number == 0
-    publish(tmp_path / "weights", 1, {"w": torch.ones(2)}, 0)
-    publish(tmp_path / "weights", 2, {"w": torch.ones(2)}, 1)
+    publish(tmp_path / "weights", 1, TensorStream.of({"w": torch.ones(2)}), 0)
+    publish(tmp_path / "weights", 2, TensorStream.of({"w": torch.ones(2)}), 1)
     assert (await anext(updates)).number == 2
 
 

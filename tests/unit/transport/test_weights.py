@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.errors import ModelError, WireError
+from slipstream.models.tensor_file import TensorStream
 from slipstream.trainer.publish import publish
 from slipstream.transport.weights import (
     TENSORS_FILE,
@@ -58,7 +59,7 @@ def test_any_difference_in_name_dtype_shape_or_bytes_changes_the_fingerprint(tmp
 
 
 def test_a_published_version_reads_back_verifies_and_keeps_its_tensors(tmp_path):
-    version = publish(tmp_path, 3, tensors(), parent=2)
+    version = publish(tmp_path, 3, TensorStream.of(tensors()), parent=2)
     assert read_version(version_folder(tmp_path, 3)) == version
     verify(version)
     assert {(e.name, e.dtype, e.shape) for e in read_header(Path(version.path) / TENSORS_FILE)} == {
@@ -70,7 +71,7 @@ def test_a_published_version_reads_back_verifies_and_keeps_its_tensors(tmp_path)
 def test_versions_are_listed_in_order_and_unfinished_ones_are_not(tmp_path):
     assert list_versions(tmp_path / "absent") == []
     for number in (10, 2, 0):
-        publish(tmp_path, number, tensors(number), parent=None)
+        publish(tmp_path, number, TensorStream.of(tensors(number)), parent=None)
     (tmp_path / ".tmp-v000011").mkdir()
     assert list_versions(tmp_path) == [0, 2, 10]
 
@@ -80,14 +81,14 @@ def test_versions_are_retired_while_the_trainer_publishes_them_again(tmp_path):
 
     def publish_again():
         for i in range(600):
-            publish(tmp_path, 1, tensors(float(i % 2)), parent=0)
+            publish(tmp_path, 1, TensorStream.of(tensors(float(i % 2))), parent=0)
 
     with ThreadPoolExecutor() as threads:
         publishing = threads.submit(publish_again)
         while not publishing.done():
             retire(tmp_path, 2)
         publishing.result()
-    last = publish(tmp_path, 1, tensors(), parent=0)
+    last = publish(tmp_path, 1, TensorStream.of(tensors()), parent=0)
     verify(last)
     retire(tmp_path, 1)
     assert list_versions(tmp_path) == [1]
@@ -98,13 +99,16 @@ def test_versions_are_retired_while_the_trainer_publishes_them_again(tmp_path):
 def test_publishing_over_a_leftover_of_a_crash_or_an_older_version_of_the_number_replaces_it(tmp_path):
     (tmp_path / ".tmp-v000001").mkdir()
     (tmp_path / ".tmp-v000001" / "junk").write_text("half written")
-    first, second = publish(tmp_path, 1, tensors(), parent=0), publish(tmp_path, 1, tensors(2.0), parent=0)
+    first, second = (
+        publish(tmp_path, 1, TensorStream.of(tensors()), parent=0),
+        publish(tmp_path, 1, TensorStream.of(tensors(2.0)), parent=0),
+    )
     assert first.fingerprint != second.fingerprint == read_version(version_folder(tmp_path, 1)).fingerprint
     assert not (version_folder(tmp_path, 1) / "junk").exists()
 
 
 def test_a_flipped_byte_is_a_wrong_hash_and_names_the_file(tmp_path):
-    version = publish(tmp_path, 1, tensors(), parent=0)
+    version = publish(tmp_path, 1, TensorStream.of(tensors()), parent=0)
     path = Path(version.path) / TENSORS_FILE
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -115,7 +119,7 @@ def test_a_flipped_byte_is_a_wrong_hash_and_names_the_file(tmp_path):
 
 @pytest.mark.parametrize("size", [0, 5, 40, -1], ids=["empty", "no header length", "no header", "last byte missing"])
 def test_a_truncated_file_is_named(tmp_path, size):
-    version = publish(tmp_path, 1, tensors(), parent=0)
+    version = publish(tmp_path, 1, TensorStream.of(tensors()), parent=0)
     path = Path(version.path) / TENSORS_FILE
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ModelError, match=r"model\.safetensors is truncated"):
@@ -123,7 +127,7 @@ def test_a_truncated_file_is_named(tmp_path, size):
 
 
 def test_files_that_are_missing_or_no_safetensors_are_named(tmp_path):
-    version = publish(tmp_path, 1, tensors(), parent=0)
+    version = publish(tmp_path, 1, TensorStream.of(tensors()), parent=0)
     path = Path(version.path) / TENSORS_FILE
     path.write_bytes((20).to_bytes(8, "little") + b"x" * 30)
     with pytest.raises(ModelError, match="is not a safetensors file"):
@@ -138,15 +142,15 @@ def test_files_that_are_missing_or_no_safetensors_are_named(tmp_path):
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"schema": 99}), json.dumps({"schema": 1, "number": 1})])
 def test_a_version_file_that_does_not_decode_is_a_wire_error(tmp_path, text):
-    version = publish(tmp_path, 1, tensors(), parent=0)
+    version = publish(tmp_path, 1, TensorStream.of(tensors()), parent=0)
     (Path(version.path) / "version.json").write_text(text)
     with pytest.raises(WireError, match=r"version\.json"):
         read_version(Path(version.path))
 
 
 def test_publishing_the_same_weights_again_leaves_the_files_that_an_engine_may_be_reading(tmp_path):
-    first = publish(tmp_path, 1, tensors(), parent=0)
+    first = publish(tmp_path, 1, TensorStream.of(tensors()), parent=0)
     inode = (Path(first.path) / TENSORS_FILE).stat().st_ino
-    assert publish(tmp_path, 1, tensors(), parent=0) == first
+    assert publish(tmp_path, 1, TensorStream.of(tensors()), parent=0) == first
     assert (Path(first.path) / TENSORS_FILE).stat().st_ino == inode
     assert list(tmp_path.iterdir()) == [Path(first.path)]
