@@ -90,6 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "balance": {"balance_rate": 0.01},
     "frozen": {"freeze_router": True},
     "auxiliary": {"aux_loss": 0.03},
+    "offload": {"recompute": "layer", "offload": {"moments": True, "activations": True}},
     "fp8 all-gather": {"parallel": {"fp8_all_gather": True}},
 }
 ROW_TOKENS = 64
@@ -195,6 +196,7 @@ SPECIAL = {
         Case("fsdp", recompute=True, **_FP8),
         *(Case(layout, settings="fp8 all-gather", **{**_FP8, "model": "whole blocks"}) for layout in ("fsdp", "ep")),
         *(Case(layout, settings="muon") for layout in ("fsdp", "hsdp", "ep")),
+        Case("ep", settings="offload"),
         *(Case("ep", settings=settings) for settings in ("bfloat16 moments", "sgd", "sign_sgd", "frozen")),
         *(Case("ep", replay=False, recompute=recompute, model="gpt_oss") for recompute in (False, True)),
         Case("ep", model="gpt_oss", settings="muon"),

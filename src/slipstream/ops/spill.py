@@ -55,7 +55,9 @@ class Shelf:
     def __init__(self, folder: Path, in_flight: int = 1) -> None:
         """Raises ConfigError: the folder cannot hold files."""
         if not os.access(folder, os.W_OK):
-            raise ConfigError(f"activations cannot be offloaded to {folder}: it is not a folder that can be written")
+            raise ConfigError(
+                f"activations cannot be offloaded to trainer.offload.folder = {folder}: it is not a folder that can be written"
+            )
         self._folder, self._free, self._last = folder, list[Spilled](), None
         self._room = threading.Semaphore(in_flight)
         self._writer = ThreadPoolExecutor(1, "spill")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.train import OptimConfig
+from slipstream.trainer.away import Away
 from slipstream.trainer.rules import Rule, RuleOptimizer, adamw, muon, sgd, sign_sgd
 
 
@@ -28,15 +29,16 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
 
 
 def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], columns: Mapping[str, Sequence[int]], config: OptimConfig
+    parameters: Mapping[str, nn.Parameter], columns: Mapping[str, Sequence[int]], config: OptimConfig, away: Away | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of the parameters that train, with weight decay on matrices and expert stacks only.
 
     `columns` names the parameters that Muon orthogonalises, and the widths of the matrices side by side in each.
-    AdamW (arXiv 1711.05101) with float32 moments is torch's own, in one kernel; everything else is in `trainer.rules`.
+    AdamW (arXiv 1711.05101) with float32 moments in memory is torch's own, in one kernel; everything else is in `trainer.rules`.
+    `away`: where moments are between steps.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    if config.type == "adamw" and config.moments == "float32":
+    if config.type == "adamw" and config.moments == "float32" and away is None:
         groups = _groups(trained, config)
         return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
     if config.type == "muon":
@@ -46,7 +48,7 @@ def make_optimizer(
         groups = _groups(matrices, config, muon(config, widths)) + _groups(rest, config, adamw(config))
     else:
         groups = _groups(trained, config, {"adamw": adamw, "sgd": sgd, "sign_sgd": sign_sgd}[config.type](config))
-    return RuleOptimizer(groups, config.lr)
+    return RuleOptimizer(groups, config.lr, away)
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], config: OptimConfig, rule: Rule | None = None) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from slipstream.config.train import OptimConfig
 from slipstream.parallel.fsdp import change_whole, local
+from slipstream.trainer.away import Away
 
 State = dict[str, Tensor]
 Rule = Callable[[Sequence[Tensor], Sequence[State], float], None]
@@ -24,16 +26,28 @@ Rule = Callable[[Sequence[Tensor], Sequence[State], float], None]
 class RuleOptimizer(torch.optim.Optimizer):
     """Groups of {"params", "weight_decay", "rule"}. Weight decay is decoupled: p -= lr · decay · p."""
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+    def __init__(self, groups: list[dict[str, Any]], lr: float, away: Away | None = None) -> None:
+        """`away`: where state is between steps, see there."""
         super().__init__(groups, {"lr": lr})
+        self._away = away
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            for p in trained:
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-            group["rule"](trained, [self.state[p] for p in trained], group["lr"])
+            if self._away is None:
+                self._change(group, trained)
+                continue
+            for p, following in zip_longest(trained, trained[1:]):
+                if following is not None:
+                    self._away.expect(following, self.state[following])
+                self._change(group, [p])
+                self._away.keep(p, self.state[p])
+
+    def _change(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in params:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+        group["rule"](params, [self.state[p] for p in params], group["lr"])
 
 
 def adamw(config: OptimConfig) -> Rule:

@@ -36,6 +36,7 @@ from slipstream.parallel.pipeline import StageRun, run_pipeline
 from slipstream.parallel.rows import own_rows, spans, take
 from slipstream.trainer import holdings
 from slipstream.trainer.aux_loss import AuxLoss
+from slipstream.trainer.away import Away
 from slipstream.trainer.fit import check_trains
 from slipstream.trainer.lora import LoraWeights
 from slipstream.trainer.memory import Trimmer
@@ -86,7 +87,8 @@ class Learner:
         if isinstance(self.weights, LoraWeights):
             self.weights.attach()
         self._plan = boxes(self._layout.weights(model), mesh)
-        self.optimizer = make_optimizer(self.weights.trained, self.weights.columns, optim)
+        away = Away(config.offload.folder) if config.offload.moments else None
+        self.optimizer = make_optimizer(self.weights.trained, self.weights.columns, optim, away)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.weights.trained.items()}
         self._loss_fn, self._memory = loss_fn(config.loss), Trimmer()
 
