@@ -76,6 +76,7 @@ def _context(s: Sizes) -> list[Figure]:
         value = s.step.passes * layers * times * s.b * features * s.step.own_tokens * (cp - 1) / cp
         formula = f"passes x layers x {times} x b x {features:,} features x t x (cp - 1) / cp: queries, keys, values there, results back"
         return [Figure("cp: tokens for heads", value, "bytes", formula)]
+    times += 1  # forward, backward, where they are not kept, and their gradients
     features = crossing_features(s.spec)
     value = s.step.passes * layers * times * s.b * features * s.step.row_tokens * (cp - 1) / cp
     formula = f"passes x layers x {times} x b x {features:,} features x R x (cp - 1) / cp, R = {s.step.row_tokens:,}; at most"

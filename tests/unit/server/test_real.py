@@ -115,6 +115,7 @@ async def test_a_killed_engine_process_comes_back_and_the_pool_goes_on_with_the_
             process = start(tmp_path)
             completion = await call
             assert {version for version, _ in completion.versions} == {1}
+            assert (await pool.generate(ask("a/2", max_tokens=2))).versions == ((1, 2),), "by the new process, also if the old one was fast"
             process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(process.wait, 20) == 0
     finally:
