@@ -99,6 +99,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "fsdp": {},
         "hsdp": {"dp_replicate": 2},
         "ep": {"ep": 2},
+        "ep in chunks": {"ep": 2, "ep_chunks": 3},
         "cp all-gather": {"cp": 2},
         "cp ring": {"cp": 2, "cp_method": "ring"},
         "cp ulysses": {"cp": 2, "cp_method": "ulysses"},

@@ -26,6 +26,8 @@ class ParallelConfig(Section):
     tokens are swapped for heads around attention."""
     ep: int = Field(default=1, ge=1)
     """Processes that share the experts of a layer (expert parallelism); divides dp_shard x cp."""
+    ep_chunks: int = Field(default=1, ge=1)
+    """Parts of the tokens of a pass that travel to experts one after the other, while others are computed."""
     fp8_all_gather: bool = False
     """With trainer.dtype = "float8": shards travel as FP8 codes and scales, half the bytes. Needs shards that cut no block of 128 x 128."""
     pp: int = Field(default=1, ge=1)

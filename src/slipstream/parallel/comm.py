@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 def all_to_all(x: Tensor, sent_P: Sequence[int], received_P: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Rows in the order of the process that they go to; back come rows in the order of the process that they come from."""
-    return _AllToAll.apply(x, list(sent_P), list(received_P), group)  # pyright: ignore[reportReturnType]
+    return AllToAll(x, sent_P, received_P, group).wait()
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -28,21 +28,60 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _AllGather.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent_P: list[int], received_P: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.exchange = sent_P, received_P, group
-        out = x.new_empty(sum(received_P), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), received_P, sent_P, group=group)
+class AllToAll:
+    """An `all_to_all` that goes on beside other work until `wait`. So does its gradient's, from where the backward pass meets `wait` to
+    where it meets the start. All processes start and wait in the same order."""
+
+    def __init__(self, x: Tensor, sent_P: Sequence[int], received_P: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._sent_P, self._received_P, self._group = list(sent_P), list(received_P), group
+        self._way: tuple[dist.Work, Tensor, Tensor] | None = None
+        """(work, what comes, what leaves) of the exchange that goes on, forward or backward."""
+        self._rows = _Start.apply(x, self)
+
+    def wait(self) -> Tensor:
+        """The rows that came."""
+        return _Wait.apply(self._rows, self)  # pyright: ignore[reportReturnType]
+
+    def start(self, x: Tensor, back: bool) -> Tensor:
+        leave, come = (self._received_P, self._sent_P) if back else (self._sent_P, self._received_P)
+        x, out = x.contiguous(), x.new_empty(sum(come), *x.shape[1:])
+        work = dist.all_to_all_single(out, x, come, leave, group=self._group, async_op=True)
+        assert work is not None
+        self._way = work, out, x
         return out
+
+    def finish(self) -> Tensor:
+        assert self._way is not None
+        work, out, _ = self._way
+        work.wait()
+        self._way = None
+        return out
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: AllToAll) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.exchange = exchange
+        return exchange.start(x, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sent_P, received_P, group = ctx.exchange
-        grad = grads[0].new_empty(sum(sent_P), *grads[0].shape[1:])
-        dist.all_to_all_single(grad, grads[0].contiguous(), sent_P, received_P, group=group)
-        return grad, None, None, None
+        return ctx.exchange.finish(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: AllToAll) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.exchange = exchange
+        exchange.finish()
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.exchange.start(grads[0], back=True)
+        return grads[0], None  # only its shape counts: `_Start` has the gradient
 
 
 class _AllGather(torch.autograd.Function):

@@ -3,7 +3,11 @@
 Changes the expert stack of a layer from outside, whatever it computes: a module whose parameters all have one entry for each expert
 first, and `forward(x_TD, ids_TK, gates_TK)`. No token is dropped: the exchange takes as many rows as were chosen.
 
-Shapes: T tokens, K experts per token, D hidden features, E experts, e of them here, P processes, N = T K pairs that leave, M that arrive.
+With `ep_chunks` the tokens of a pass go in several parts: while one is computed the next ones are on their way there, and the last ones
+back; so are their gradients in the backward pass.
+
+Shapes: T tokens, K experts per token, D hidden features, E experts, e of them here, P processes, C chunks; N pairs of a chunk that leave,
+M that arrive.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from torch import Tensor, nn
 from slipstream.errors import StateError
 from slipstream.models.decoder import Decoder
 from slipstream.models.layers import MoE
-from slipstream.parallel.comm import all_to_all
+from slipstream.parallel.comm import AllToAll
 from slipstream.parallel.mesh import Mesh
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -47,18 +51,30 @@ class ExpertExchange:
     def __init__(self, compute: Compute, num_experts: int, mesh: Mesh) -> None:
         self._compute, self._num_experts = compute, num_experts
         self._group, self._size, self._here = mesh.expert_group, mesh.config.ep, num_experts // mesh.config.ep
+        self._chunks = mesh.config.ep_chunks
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        ids_N = ids_TK.flatten()
-        order_N = ids_N.argsort(stable=True)
-        token_N = order_N // ids_TK.shape[1]
-        sent_Pe = torch.bincount(ids_N, minlength=self._num_experts).view(self._size, self._here)
-        received_Pe = torch.empty_like(sent_Pe)
-        dist.all_to_all_single(received_Pe, sent_Pe, group=self._group)
-        sent_P, received_P = sent_Pe.sum(1).tolist(), received_Pe.sum(1).tolist()
-        x_MD = all_to_all(x_TD.index_select(0, token_N), sent_P, received_P, self._group)
-        ids_M = torch.arange(self._here).repeat(self._size).repeat_interleave(received_Pe.flatten())
-        y_MD = self._compute(x_MD, ids_M.unsqueeze(1), x_MD.new_ones(len(x_MD), 1))
-        y_ND = all_to_all(y_MD, received_P, sent_P, self._group)
-        y_ND = y_ND * gates_TK.flatten().index_select(0, order_N).to(y_ND.dtype).unsqueeze(-1)
-        return torch.zeros_like(x_TD).index_add(0, token_N, y_ND)
+        parts = list(zip(*(whole.tensor_split(self._chunks) for whole in (x_TD, ids_TK, gates_TK)), strict=True))
+        order_CN = [ids_TK.flatten().argsort(stable=True) for _, ids_TK, _ in parts]
+        sent_PCe = torch.stack([torch.bincount(ids_TK.flatten(), minlength=self._num_experts) for _, ids_TK, _ in parts])
+        sent_PCe = sent_PCe.view(self._chunks, self._size, self._here).transpose(0, 1).contiguous()
+        received_PCe = torch.empty_like(sent_PCe)
+        dist.all_to_all_single(received_PCe, sent_PCe, group=self._group)
+        sent_CP, received_CP = sent_PCe.sum(2).T.tolist(), received_PCe.sum(2).T.tolist()
+        there = [
+            AllToAll(x.index_select(0, order_N // ids_TK.shape[1]), sent_P, received_P, self._group)
+            for (x, _, _), order_N, sent_P, received_P in zip(parts, order_CN, sent_CP, received_CP, strict=True)
+        ]
+        back = []
+        for chunk, exchange in enumerate(there):
+            x_MD = exchange.wait()
+            ids_M = torch.arange(self._here).repeat(self._size).repeat_interleave(received_PCe[:, chunk].flatten())
+            y_MD = self._compute(x_MD, ids_M.unsqueeze(1), x_MD.new_ones(len(x_MD), 1))
+            back.append(AllToAll(y_MD, received_CP[chunk], sent_CP[chunk], self._group))
+        return torch.cat([_combined(e.wait(), order_N, gates) for e, order_N, (_, _, gates) in zip(back, order_CN, parts, strict=True)])
+
+
+def _combined(y_ND: Tensor, order_N: Tensor, gates_TK: Tensor) -> Tensor:
+    """Results, in the order of experts, weighed and added up by token."""
+    y_ND = y_ND * gates_TK.flatten().index_select(0, order_N).to(y_ND.dtype).unsqueeze(-1)
+    return y_ND.new_zeros(len(gates_TK), y_ND.shape[1]).index_add(0, order_N // gates_TK.shape[1], y_ND)
