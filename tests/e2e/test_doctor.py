@@ -61,8 +61,8 @@ FAULTS = {
     ),
     "a token that is dropped on its way": (
         "parallel/expert.py",
-        "y_ND = all_to_all(y_MD, received_P, sent_P, self.group)",
-        "y_ND = all_to_all(y_MD, received_P, sent_P, self.group) * (torch.arange(len(order_N)) != 3).unsqueeze(-1)",
+        "y_ND = y_ND * gates_TK",
+        "y_ND = y_ND * (torch.arange(len(order_N)) != 3).unsqueeze(-1) * gates_TK",
         2,
         "EP 2",
     ),
@@ -82,8 +82,8 @@ FAULTS = {
     ),
     "a precision map that differs": (
         "trainer/precision.py",
-        "if name in columns:",
-        'if name in columns and not name.endswith("down"):',
+        "if name in columns:\n            owner,",
+        'if name in columns and not name.endswith("down"):\n            owner,',
         1,
         "precision map",
     ),
