@@ -84,20 +84,26 @@ def test_two_processes_warm_up_to_the_weights_of_one(warm: Path):
     assert min(moved) > 4e-3
 
 
-def kill_one(folder: Path, which: int, at_version: int, *extra: str) -> str:
-    """SIGKILL the leading (0) or the other (1) trainer process once that version is there. Returns what the run showed when all ended."""
+def kill_one(folder: Path, which: int, at_version: int, *extra: str, sign: signal.Signals = signal.SIGKILL, run: str = "r") -> str:
+    """Kill, or stop, the leading (0) or the other (1) trainer process once that version is there. Returns what the run showed when all
+    ended."""
     started = subprocess.Popen(rl(folder, *extra), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200
-    while at_version not in list_versions(folder / "r" / "weights"):
+    while at_version not in list_versions(folder / run / "weights"):
         assert started.poll() is None and time.monotonic() < deadline, started.communicate()[1][-3000:]
         time.sleep(0.1)
     processes = trainers(started.pid)
     assert len(processes) == 2
-    processes[which].send_signal(signal.SIGKILL)
+    processes[which].send_signal(sign)
     _, shown = started.communicate(timeout=60)
     assert started.returncode == 1 and "trainer" in shown and "--resume" in shown, shown
     assert "Traceback" not in shown and not any(process.is_running() for process in processes)
     return shown
+
+
+def test_a_process_that_stands_still_ends_the_run_in_time_with_one_line(warm: Path):
+    shown = kill_one(warm, 1, 2, "--set", "name=still", "--set", "trainer.stall_timeout_s=3", sign=signal.SIGSTOP, run="still")
+    assert "waited 3 s in vain for another one" in shown and "trainer.stall_timeout_s" in shown, shown
 
 
 def test_a_run_of_two_processes_survives_the_death_of_either_and_goes_on_to_the_end(warm: Path):

@@ -90,4 +90,4 @@ def test_a_configuration_that_cannot_be_read_is_said_beside_what_can_be_shown(pl
 def test_sft_says_that_it_cannot_write_before_it_trains(place, monkeypatch, capsys):
     make(place / "models" / "none", "tiny-moe", ["calculator"], seed=0)
     code, said = run(monkeypatch, capsys, "sft", "run.toml", "--out", "file/model")
-    assert code == 1 and "error: file" in said and "demonstrations" not in said and "Traceback" not in said
+    assert code == 2 and "error: --out file/" in said and "demonstrations" not in said and "Traceback" not in said

@@ -113,8 +113,7 @@ def _explain(cls: type[Section], problem: Any) -> str:
     key = ".".join(location) or "(whole file)"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(location[-1], sorted(_all_fields(cls)), n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else "; `slipstream config` lists every key"
+        hint = _near(location, _all_fields(cls))
         return f"{key}: unknown key{hint}"
     if problem["type"] == "missing":
         return f"{key}: this key is required"
@@ -123,13 +122,26 @@ def _explain(cls: type[Section], problem: Any) -> str:
     return f"{key} = {problem['input']!r}: {message}"
 
 
-def _all_fields(cls: type[pydantic.BaseModel]) -> set[str]:
-    names: set[str] = set()
+def _near(location: Sequence[str], paths: Iterable[str]) -> str:
+    """The key that may have been meant: of those with the most similar name the one with the most similar path."""
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        by_name.setdefault(path.rpartition(".")[2], []).append(path)
+    near = difflib.get_close_matches(location[-1], sorted(by_name), n=1, cutoff=0.5)
+    if not near:
+        return "; `slipstream config` lists every key"
+    written = ".".join(location)
+    return f"; did you mean {max(sorted(by_name[near[0]]), key=lambda path: difflib.SequenceMatcher(None, written, path).ratio())!r}?"
+
+
+def _all_fields(cls: type[pydantic.BaseModel], prefix: str = "") -> set[str]:
+    """Dotted paths."""
+    paths: set[str] = set()
     for name, info in cls.model_fields.items():
-        names.add(name)
+        paths.add(prefix + name)
         for inner in _sections_in(info.annotation):
-            names |= _all_fields(inner)
-    return names
+            paths |= _all_fields(inner, f"{prefix}{name}.")
+    return paths
 
 
 def _sections_in(annotation: Any) -> Iterable[type[pydantic.BaseModel]]:

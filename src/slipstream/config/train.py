@@ -202,6 +202,8 @@ class TrainerConfig(Section):
     """Stop after this many consecutive steps with a non-finite loss or gradient. Each is skipped and its batch kept."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when no batch arrives for this long."""
+    stall_timeout_s: float = Field(default=300.0, gt=0)
+    """Of several trainer processes: give up when one waits for another for this long within a step."""
     threads: int = Field(default=1, ge=1)
     """OpenMP threads of each process."""
     parallel: ParallelConfig = ParallelConfig()

@@ -265,9 +265,9 @@ def _precision_map(folder: Path, trainer_config: TrainerConfig) -> Iterator[Row]
     engine = {name: weight for name, weight in served.named_parameters() if isinstance(weight, Fp8Weight)}
     mapped = {name for name in hf_views(compute) if is_matrix(name)}
     known = set(hf_views(compute, dict(trainer.items())))
-    if known != mapped:
-        odd = sorted(known ^ mapped)
-        yield Row("precision map", "broken", f"{len(odd)} weights are FP8 for the trainer or by the map, not both, among them {odd[0]}")
+    odd = sorted(known ^ mapped)
+    text = f"{len(odd)} weights are FP8 for the trainer or by the map, not both, among them {odd[0]}" if odd else f"{len(mapped)} weights"
+    yield _verdict("precision map", not odd, text)
     codes = [n for n in trainer if n in engine and not _same_codes(trainer[n], engine[n])]
     fine = trainer.keys() == engine.keys() and not codes
     text = f"{len(engine)} weights, the same codes and scales" if fine else f"trainer and engine differ: {(codes or ['names'])[0]}"

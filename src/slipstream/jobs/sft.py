@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.folders import check_replaceable
 
 WAIT_S = 1800.0
-"""How long one trainer process may wait for another: the first one makes the demonstrations before it leads."""
+"""How long the other trainer processes wait for the first one, which makes the demonstrations before it leads."""
 
 
 def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
@@ -37,9 +38,9 @@ def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
     check_replaceable(out)
     if config.trainer.lora is not None:
         check_replaceable(adapter_folder(out), holds=CONFIG)
-    out.parent.mkdir(parents=True, exist_ok=True)  # where that is impossible, now is the time to say so
+    _check_writable(out)
     torch.set_num_threads(config.trainer.threads)
-    with joined(config.trainer.parallel, WAIT_S) as mesh:
+    with joined(config.trainer.parallel, config.trainer.stall_timeout_s, WAIT_S) as mesh:
         if not mesh.leads:
             assist(config.model.path, config, mesh)
             return {}
@@ -51,6 +52,16 @@ def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
         )
         console.print(f"sft: wrote {out}" + ("" if config.trainer.lora is None else f" and {adapter_folder(out)}"))
     return metrics
+
+
+def _check_writable(out: Path) -> None:
+    """Where nothing can be written, now is the time to say so. Raises ConfigError."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {out}: no folder can be made there ({error.strerror}); name another one") from None
 
 
 def demonstrations(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:

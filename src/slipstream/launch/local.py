@@ -48,6 +48,8 @@ class Supervisor:
         self._inherited = () if hold is None else (hold,)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: list[IO[bytes]] = []
+        self._log_starts: dict[str, int] = {}
+        """Bytes of each log that an earlier start of the run has written."""
         self._restarts: dict[str, list[float]] = {name: [] for name in self._specs}
         self._freezes = 0
         self._dumped: dict[str, int] = {}
@@ -95,6 +97,7 @@ class Supervisor:
         spec = self._specs[name]
         self._dumped[name] = len(_dump(spec))
         log = (self._folder / "logs" / f"{name}.log").open("ab")
+        self._log_starts.setdefault(name, log.tell())
         self._logs.append(log)
         env = {**os.environ, **spec.env, "SLIPSTREAM_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self._processes[name] = subprocess.Popen(
@@ -120,15 +123,15 @@ class Supervisor:
             elif len(dump := _dump(spec)) > self._dumped[name]:
                 self._thaw(spec, dump[self._dumped[name] :])
             else:
-                raise RoleDied(f"{name} {_how(code)}. {self._words(name)}")
+                raise RoleDied(f"{name} {how_ended(code)}. {self._words(name)}")
 
     def _restart(self, name: str, code: int) -> None:
         now = time.monotonic()
         recent = [t for t in self._restarts[name] if now - t < RESTART_WINDOW_S]
         if len(recent) >= MAX_RESTARTS or self._failed_at_start(name):
-            raise RoleDied(f"{name} {_how(code)} {len(recent) + 1} times. {self._words(name)}")
+            raise RoleDied(f"{name} {how_ended(code)} {len(recent) + 1} times. {self._words(name)}")
         self._restarts[name] = [*recent, now]
-        self._on_event(f"{name} {_how(code)}; starting it again ({len(recent) + 1}/{MAX_RESTARTS})")
+        self._on_event(f"{name} {how_ended(code)}; starting it again ({len(recent) + 1}/{MAX_RESTARTS})")
         self._start(name)
 
     def _thaw(self, spec: ProcessSpec, dump: str) -> None:
@@ -153,7 +156,7 @@ class Supervisor:
     def _words(self, name: str, lines: int = 5) -> str:
         """Where the role's log is and how it ends; and that the disk is full, for then the log may not say so."""
         log = self._folder / "logs" / f"{name}.log"
-        text = log.read_text(errors="replace").strip()
+        text = log.read_bytes()[self._log_starts[name] :].decode(errors="replace").strip()  # not of an earlier start of the run
         last = "".join(f"\n  {name} | {line}" for line in text.splitlines()[-lines:])
         free = shutil.disk_usage(self._folder).free
         full = f"\nThe disk of {self._folder} is full ({free} bytes are free): make room first." if free < FULL_BYTES else ""
@@ -167,7 +170,7 @@ def _dump(spec: ProcessSpec) -> str:
     return spec.frozen.read_text(errors="replace") if spec.frozen is not None and spec.frozen.exists() else ""
 
 
-def _how(code: int) -> str:
+def how_ended(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+from slipstream.launch.local import how_ended
 from slipstream.launch.topology import ranks
 
 POLL_S = 0.1
@@ -32,7 +33,10 @@ def run(size: int) -> int:
         deadline = time.monotonic() + GRACE_S
         while any(process.poll() is None for process in started) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return next((code for process in started if (code := process.poll())), 0)
+        for rank, process in enumerate(started):
+            if (process.poll() or 0) < 0:
+                print(f"error: trainer process {rank} {how_ended(process.returncode)}", file=sys.stderr)
+        return next((code if code > 0 else 1 for process in started if (code := process.poll())), 0)
     finally:
         for process in started:
             process.kill()

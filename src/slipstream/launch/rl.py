@@ -60,8 +60,8 @@ def _supervise(config: RunConfig, folder: Path, hold: int) -> int:
 def _advice(folder: Path) -> str:
     """What to do after a role died."""
     if any((folder / "batches").glob("step_*.batch")) or any((folder / "checkpoints").glob("step_*")):
-        return "Nothing that was trained is lost. Go on with the same command and --resume."
-    return "No batch was trained yet. Mend the cause and go on with --resume, or start afresh with --clean."
+        return "Nothing that was trained is lost. Mend the cause where one is named above, then go on with the same command and --resume."
+    return "No batch was trained yet. Mend the cause and start afresh with --clean (or --resume with the same run file)."
 
 
 def check_inputs(config: RunConfig) -> None:

@@ -41,8 +41,13 @@ CHANGEABLE = (
     "orchestrator.max_fruitless_groups",
     "orchestrator.max_freeze_s",
     "trainer.batch_timeout_s",
+    "trainer.logprob_chunk_tokens",
     "trainer.max_bad_steps",
+    "trainer.offload.",
     "trainer.optim.lr",
+    "trainer.recompute",
+    "trainer.stall_timeout_s",
+    "trainer.threads",
 )
 """Settings that may differ when a run is resumed: among them each one that an error message says to change."""
 ENDING_S = 60.0

@@ -28,7 +28,7 @@ def read_options(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         supported = ", ".join(_FAMILIES)
         raise ModelError(
             f"{source}: model_type = {family!r} is not supported; slipstream implements {supported}. Others may run, slower, through "
-            'transformers\' own modules: set model.impl = "hf" in the run file, or --impl hf on the command line'
+            'transformers\' own modules: set model.impl = "hf" in the run file, or --impl hf for `slipstream engine` and `generate`'
         )
     known = _FAMILIES[family]
     reader.refuse_unless("architectures", lambda names: names is None or known.architecture in names, f"[{known.architecture!r}]")

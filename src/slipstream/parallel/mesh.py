@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +43,9 @@ class Mesh:
     """[data, cp]."""
     pipes: dist.ProcessGroup | None = None
     """The processes that differ only in `pipe`, in its order."""
+
+    words: dist.ProcessGroup | None = None
+    """All processes; what the leading one says goes this way, and may be long in coming."""
 
     @property
     def alone(self) -> bool:
@@ -111,15 +115,15 @@ class Mesh:
     def tell(self, message: bytes) -> None:
         """From the leading process to all others, which `hear` it."""
         if not self.alone:
-            dist.broadcast(torch.tensor(len(message)), 0)
-            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
+            dist.broadcast(torch.tensor(len(message)), 0, self.words)
+            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, self.words)
 
     def hear(self) -> bytes:
         """Waits for the leading process to `tell`."""
         length = torch.tensor(0)
-        dist.broadcast(length, 0)
+        dist.broadcast(length, 0, self.words)
         message = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(message, 0)
+        dist.broadcast(message, 0, self.words)
         return message.numpy().tobytes()
 
 
@@ -128,11 +132,12 @@ ALONE = Mesh(ParallelConfig())
 
 
 @contextmanager
-def joined(config: ParallelConfig, timeout_s: float) -> Iterator[Mesh]:
+def joined(config: ParallelConfig, timeout_s: float, wait_s: float = 0.0) -> Iterator[Mesh]:
     """Join the other trainer processes for the block. One process needs none and joins nothing.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment, as torchrun sets them. `timeout_s` is how long one process may
-    wait for another. Raises ConfigError: started as another number of processes than the run file says; TrainerError: another one is gone.
+    wait for another in an exchange, `wait_s` how long for the word of the leading one, if that is longer. Raises ConfigError: started as
+    another number of processes than the run file says; TrainerError: another one is gone, or stands still.
     """
     if config.processes == 1:
         yield ALONE
@@ -144,17 +149,27 @@ def joined(config: ParallelConfig, timeout_s: float) -> Iterator[Mesh]:
             f"`slipstream rl` or `slipstream sft` start them, or torchrun --nproc-per-node {config.processes}"
         )
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    patience_s = timeout_s if dist.get_rank() == 0 else max(timeout_s, wait_s)  # who is told something is listening already
+    words = dist.new_group(timeout=datetime.timedelta(seconds=patience_s))
     try:
-        yield spread(config)
+        yield replace(spread(config), words=words)
     except RuntimeError as error:
         if "gloo" not in str(error):
             raise
-        raise TrainerError(
-            f"trainer process {dist.get_rank()} lost the connection to another one ({str(error).splitlines()[0]}): see the logs of "
-            "the other trainer processes for the cause"
-        ) from error
+        raise _left_alone(dist.get_rank(), timeout_s, str(error)) from error
     finally:
         dist.destroy_process_group()
+
+
+def _left_alone(rank: int, patience_s: float, error: str) -> TrainerError:
+    """What an error of an exchange means."""
+    if "imed out" in error:
+        return TrainerError(
+            f"trainer process {rank} waited {patience_s:.0f} s in vain for another one, which stands still or is far behind "
+            "(trainer.stall_timeout_s). Raise it if this machine is that slow; else see the logs of the other trainer processes"
+        )
+    reason = re.sub(r"^\[.*?\] *", "", error.splitlines()[0]).partition(". ")[0]
+    return TrainerError(f"trainer process {rank} lost the connection to another one ({reason}): it ended, see its log for the cause")
 
 
 def spread(config: ParallelConfig) -> Mesh:

@@ -38,7 +38,7 @@ def _checks(config: RunConfig, spec: ModelSpec) -> Iterator[Callable[[], None]]:
     yield lambda: check_share(config, spec)
     if config.cluster.engines == "beside":
         yield lambda: check_room(spec, config.engine, config.model.seq_len)
-    if config.trainer.parallel.pp == 1:  # the plan of memory does not know pipelines
+    if config.trainer.parallel.pp == 1 and config.trainer.lora is None:  # what the plan of memory does not know
         yield lambda: check_memory(config, spec)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.config.run import RunConfig
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.models.impl import read_spec
 from slipstream.models.spec import ModelSpec
 from slipstream.planner.batch import Arithmetic, batch_figures
 from slipstream.planner.checks import problems
@@ -50,14 +51,16 @@ class Plan:
 
 
 def plan(config: RunConfig, mean_tokens: int | None = None) -> Plan:
-    """Reads config.json and nothing else. Raises ModelError: an unknown model; ConfigError: a pipeline, whose stages are unlike one another
-    and not planned yet."""
+    """Reads config.json and nothing else. Raises ModelError: an unknown model; ConfigError: a pipeline, whose stages are unlike one
+    another, or adapters; neither is planned yet."""
     if config.trainer.parallel.pp > 1:
         raise ConfigError(
             f"trainer.parallel.pp = {config.trainer.parallel.pp}: `slipstream explain` does not plan pipelines; set pp = 1 to see the plan "
             "of the other sizes (their processes then hold all layers)"
         )
-    spec = ModelSpec.from_folder(config.model.path)
+    if config.trainer.lora is not None:
+        raise ConfigError("trainer.lora: `slipstream explain` does not plan adapters; leave [trainer.lora] out to see full training")
+    spec = read_spec(config.model.path, config.model.impl)
     layout = Layout.of(config, spec)
     step, full = Arithmetic.of(config, layout, mean_tokens), Arithmetic.of(config, layout)
     return Plan(

@@ -40,8 +40,8 @@ from slipstream.transport.folder import Finish, FolderInbox, batch_path, list_ba
 from slipstream.types import Batch
 
 HEARTBEAT_S = 5.0
-COLLECTIVE_S = 600.0
-"""How long one trainer process may wait for another, beyond the wait for a batch."""
+BETWEEN_S = 600.0
+"""How long the leading process may be busy between two steps, beyond the wait for a batch."""
 
 
 def main(run_folder: Path) -> int:
@@ -52,7 +52,7 @@ def main(run_folder: Path) -> int:
     config = load(RunConfig, [run_folder / "config.toml"])
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
-    with joined(config.trainer.parallel, config.trainer.batch_timeout_s + COLLECTIVE_S) as mesh:
+    with joined(config.trainer.parallel, config.trainer.stall_timeout_s, config.trainer.batch_timeout_s + BETWEEN_S) as mesh:
         learner = learner_of(config.model.path, config.trainer, config.trainer.optim, config.max_steps, mesh, impl=config.model.impl)
         if not mesh.leads:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader stops at a step boundary, and says so

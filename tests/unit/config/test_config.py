@@ -38,7 +38,7 @@ def test_the_written_configuration_reads_back_as_itself():
 
 
 def test_an_unknown_key_names_the_nearest_right_one():
-    assert "trainer.optim.lrr: unknown key; did you mean 'lr'?" in refused("trainer.optim.lrr=1")
+    assert "trainer.optim.lrr: unknown key; did you mean 'trainer.optim.lr'?" in refused("trainer.optim.lrr=1")
     assert "did you mean 'max_steps'" in refused("max_step=1")
 
 
