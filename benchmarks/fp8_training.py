@@ -9,6 +9,7 @@ something. One process; the FP8 products are emulated, so times say nothing abou
                        same experts and the loss of training; at the start and at the end
     engine_kl          mean over sampled tokens of k3(p_trainer / p_engine): a bfloat16 engine that samples from the published weights
                        against the FP8 trainer and, for comparison, the bfloat16 trainer; experts replayed
+    fp8_engine_kl      the same of an FP8 engine
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ COLUMNS = (
     "grad_error_start",
     "grad_error_end",
     "engine_kl",
+    "fp8_engine_kl",
     "fp8_input_error",
     "seconds",
 )
@@ -98,6 +100,8 @@ def main() -> None:
         "grad_error_bfloat16": median([run["grad_error_end"] for run in base]),
         "engine_kl": median([run["engine_kl"] for run in fp8]),
         "engine_kl_bfloat16": median([run["engine_kl"] for run in base]),
+        "fp8_engine_kl": median([run["fp8_engine_kl"] for run in fp8]),
+        "fp8_engine_kl_bfloat16": median([run["fp8_engine_kl"] for run in base]),
         "steps": steps,
         "seeds": seeds,
     }
@@ -135,7 +139,8 @@ def one_seed(seed: int, steps: int, samples: int) -> list[dict[str, Any]]:
                 "heldout_loss": loss(learner, heldout),
                 "grad_error_start": gradient_error(start, dtype, batches[0], steps),
                 "grad_error_end": gradient_error(end, dtype, batches[-1], steps),
-                "engine_kl": engine_kl(end, learner, seed),
+                "engine_kl": engine_kl(end, learner, seed, "bfloat16"),
+                "fp8_engine_kl": engine_kl(end, learner, seed, "float8"),
                 "fp8_input_error": losses[-1].get("trainer/fp8/input_error"),
                 "seconds": seconds,
                 "floor": chain.entropy(),
@@ -210,9 +215,9 @@ def gradient_error(folder: Path, dtype: str, batch: Batch, steps: int) -> float:
     return (difference / sum(float(a.square().sum(dtype=torch.float64)) for a, _ in pairs if a is not None)) ** 0.5
 
 
-def engine_kl(folder: Path, learner: Learner, seed: int) -> float:
-    """256 continuations of 32 tokens by a bfloat16 engine, scored by the trainer's compute copy."""
-    config = validate(EngineConfig, {"dtype": "bfloat16", "kv_memory_mib": 64, "max_running": 64})
+def engine_kl(folder: Path, learner: Learner, seed: int, dtype: str) -> float:
+    """256 continuations of 32 tokens by an engine in `dtype`, scored by the trainer's compute copy."""
+    config = validate(EngineConfig, {"dtype": dtype, "kv_memory_mib": 64, "max_running": 64})
     engine, random = EmbeddedEngine(folder, config, LENGTH, seed=seed), np.random.default_rng((seed, 2))
     prompts = {f"r{i}": random.integers(0, MODEL["vocab_size"], 8).astype(np.int32) for i in range(256)}
     for name, prompt_T in prompts.items():

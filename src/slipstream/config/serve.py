@@ -18,7 +18,11 @@ class EngineConfig(Section):
     """Address to bind. Anything but loopback is your decision."""
     port: int = Field(default=0, ge=0, le=65535)
     """0: a free port, told to the other roles through the run folder. Replica i listens on port + i."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+    """float8: bfloat16, with the matrices of the precision map multiplied in block-scaled FP8, with the codes of trainer.dtype = "float8";
+    emulated on the CPU, for its numbers and not for speed."""
+    fp8_scales: Literal["float32", "power_of_two"] = "float32"
+    """Of float8, as trainer.fp8_scales."""
     block_tokens: int = Field(default=16, ge=1)
     """Tokens in a KV block."""
     kv_memory_mib: int = Field(default=128, ge=1)

@@ -27,13 +27,14 @@ from slipstream.engine.weights import LiveWeights
 from slipstream.errors import ConfigError
 from slipstream.launch.ranks import free_port
 from slipstream.launch.topology import ranks
+from slipstream.models.fp8 import multiply_in_fp8
 from slipstream.models.hf import hf_tensors, hf_views
 from slipstream.models.load import build_model, load_model
 from slipstream.models.matrices import is_matrix
 from slipstream.models.spec import ModelSpec
 from slipstream.models.tensor_file import TensorStream
 from slipstream.ops.fp8_weight import Fp8Errors, Fp8Weight
-from slipstream.trainer.precision import Weights, multiply_in_fp8
+from slipstream.trainer.precision import Weights
 from slipstream.trainer.publish import publish
 from slipstream.transport.codec import encode_batch
 from slipstream.types import Batch, MicroBatch

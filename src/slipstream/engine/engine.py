@@ -31,7 +31,7 @@ from slipstream.errors import ConfigError, EngineUnavailable, RequestError
 from slipstream.models.impl import Impl
 from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion, Routing
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 """Beyond these, logits divided by the temperature leave float32. 0 is greedy."""
 
@@ -68,7 +68,8 @@ class EmbeddedEngine:
         torch.set_num_threads(config.threads)
         self.folder, self.config, self.seq_len = Path(folder), config, seq_len
         dtype = _DTYPES[config.dtype]
-        self._weights = LiveWeights(self.folder, dtype, version, impl)
+        fp8 = None if config.dtype != "float8" else config.fp8_scales
+        self._weights = LiveWeights(self.folder, dtype, version, impl, fp8)
         spec = self.spec = self._weights.model.spec
         if seq_len < 2:
             raise ConfigError(f"model.seq_len = {seq_len}: a context holds at least one token of prompt and one sampled; use 2 or more")

@@ -8,7 +8,7 @@ from slipstream.models.spec import ModelSpec
 
 MIB = 1 << 20
 MIN_BLOCKS = 2
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8": 2}
 
 
 def routing_item_bytes(spec: ModelSpec) -> int:

@@ -6,17 +6,18 @@ retired model is kept as the next spare, so the engine holds the weights at most
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import torch
 
 from slipstream.errors import EngineError, ModelError
 from slipstream.models.fill import load_hf_tensors
+from slipstream.models.fp8 import multiply_in_fp8
 from slipstream.models.hf import TensorFiles
 from slipstream.models.impl import Impl
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.load import load_model
+from slipstream.ops.fp8_weight import Fp8Errors, Fp8Weight
 from slipstream.transport.weights import TENSORS_FILE, fingerprint, fingerprint_file, read_header, verify
 from slipstream.types import PolicyVersion
 
@@ -24,9 +25,13 @@ from slipstream.types import PolicyVersion
 class LiveWeights:
     """Which policy version samples, and which one is ready to."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, number: int, impl: Impl = "auto") -> None:
-        """Loads the model folder as version `number`. Raises ModelError when it cannot be used."""
-        self.model: LanguageModel = load_model(folder, dtype, impl=impl).eval().requires_grad_(False)
+    def __init__(self, folder: Path, dtype: torch.dtype, number: int, impl: Impl = "auto", fp8: str | None = None) -> None:
+        """Loads the model folder as version `number`. `fp8`: the kind of scales (`engine.fp8_scales`) to multiply in FP8 with, or None.
+
+        Raises ModelError when it cannot be used.
+        """
+        self._load = lambda: _quantised(load_model(folder, dtype, impl=impl).eval().requires_grad_(False), fp8)
+        self.model: LanguageModel = self._load()
         self.number = number
         self.fingerprint = fingerprint_folder(folder)
         self.prepared: PolicyVersion | None = None
@@ -45,9 +50,12 @@ class LiveWeights:
             tensors = TensorFiles(version.path)
         except ModelError as error:
             raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
-        spare = self._spare or copy.deepcopy(self.model)
+        spare = self._spare or self._load()
         try:
             load_hf_tensors(spare, tensors, tensors.files)
+            for weight in spare.parameters():
+                if isinstance(weight, Fp8Weight):
+                    weight.requantise()
         except ModelError as error:
             self._spare = spare
             raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
@@ -68,6 +76,12 @@ class LiveWeights:
         self.number, self.fingerprint = number, self.prepared.fingerprint
         self._prepared_model = self.prepared = None
         return True
+
+
+def _quantised(model: LanguageModel, fp8: str | None) -> LanguageModel:
+    if fp8 is not None:
+        multiply_in_fp8(model, fp8 == "power_of_two", Fp8Errors())
+    return model
 
 
 def fingerprint_folder(folder: Path) -> str:

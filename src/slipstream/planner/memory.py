@@ -192,7 +192,7 @@ def _node(s: Sizes, process: tuple[Figure, ...]) -> tuple[Figure, ...]:
     formula = f"{here} processes x {s.step.tokens:,} tokens x {each} bytes: each has the batch"
     figures.append(Figure("batch", here * s.step.tokens * each, "bytes", formula))
     if s.config.cluster.engines == "beside":
-        item = 4 if engine.dtype == "float32" else 2
+        item = {"float32": 4, "bfloat16": 2, "float8": 3}[engine.dtype]  # float8: the codes beside what they were made from
         weights = f"{engine.replicas} replicas x 2 versions x {item} P"
         figures.append(
             Figure(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slipstream.config.train import TrainerConfig
+from slipstream.models.fp8 import multiply_in_fp8
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.layers import MoE
 from slipstream.models.matrices import fused_columns
@@ -96,17 +97,6 @@ class Weights:
         self._errors.reset()
         metrics = {f"trainer/fp8/{kind}_error": error for kind, (error, _) in errors.items()}
         return metrics | ({"trainer/fp8/grad_underflow_frac": errors["grad"][1]} if "grad" in errors else {})
-
-
-def multiply_in_fp8(model: LanguageModel, power_of_two: bool, errors: Fp8Errors) -> list[Fp8Weight]:
-    """Replace the matrices of the precision map by weights that are multiplied in FP8. Returns them."""
-    columns, made = fused_columns(model.names, model.spec), []
-    for name, parameter in list(model.named_parameters()):
-        if name in columns:
-            owner, _, last = name.rpartition(".")
-            made.append(Fp8Weight.of(parameter, columns[name], power_of_two, errors))
-            setattr(model.get_submodule(owner), last, made[-1])
-    return made
 
 
 def multiply_gathered_in_fp8(
