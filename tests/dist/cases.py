@@ -119,6 +119,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp ulysses": {"cp": 4, "cp_method": "ulysses"},
         "cp x fsdp": {"cp": 2},
         "ep x cp": {"ep": 4, "cp": 2},
+        "ep x cp x fsdp": {"ep": 2, "cp": 2},
         "pp": {"pp": 4},
         "pp x fsdp": {"pp": 2},
         "pp x hsdp": {"pp": 2, "dp_replicate": 2},
