@@ -5,6 +5,8 @@ Every heavy import happens inside the command that needs it, so that `--help`, `
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import sys
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slipstream.config import RunConfig, load, to_toml
-from slipstream.errors import ConfigError, ModelError, SlipstreamError
+from slipstream.errors import NO_SPACE, ConfigError, ModelError, SlipstreamError
 
 app = typer.Typer(
     help="slipstream: asynchronous reinforcement learning for Mixture-of-Experts language models.",
@@ -34,7 +36,7 @@ RunFolder = Annotated[Path, typer.Argument(help="Run folder, such as runs/quicks
 def main() -> None:
     """Entry point: user errors, and files that cannot be read or written, end without a traceback.
 
-    Exit codes: 0 done, 1 the run failed, 2 mistake in the input.
+    Exit codes: 0 done, 1 the run failed, 2 mistake in the input, 3 the disk is full (then the log may not say so).
     """
     try:
         app(standalone_mode=True)
@@ -45,11 +47,12 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        sys.exit(_complain(f"{error.filename}: {error.strerror}", code=1))
+        sys.exit(_complain(f"{error.filename}: {error.strerror}", code=NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1))
 
 
 def _complain(error: SlipstreamError | str, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the log may be on the disk that is full
+        print(f"error: {error}", file=sys.stderr, flush=True)
     return code
 
 

@@ -15,6 +15,9 @@
 Add a class only for a boundary that has none. Every message names the thing, the value, what was expected and what to do.
 """
 
+NO_SPACE = 3
+"""Exit code of a process that could not write because the disk is full: its log may not say so."""
+
 
 class SlipstreamError(Exception):
     """Base of all errors that slipstream raises on purpose."""

@@ -88,7 +88,7 @@ def test_a_finished_run_can_be_prolonged(finished):
 @pytest.mark.parametrize(
     ("sets", "named"),
     [
-        (["trainer.optim.lrr=1"], "did you mean 'lr'"),
+        (["trainer.optim.lrr=1"], "did you mean 'trainer.optim.lr'"),
         (["model.path=/nowhere"], "/nowhere"),
         (['envs=[{"id": "reverse-tekst"}]'], "reverse-text"),
         (["model.seq_len=100000", "trainer.row_tokens=100000"], "max_position_embeddings"),

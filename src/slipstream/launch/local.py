@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from slipstream.envs.frozen import suspects
-from slipstream.errors import SlipstreamError
+from slipstream.errors import NO_SPACE, SlipstreamError
 from slipstream.launch.topology import ProcessSpec
 
 POLL_S = 0.25
@@ -159,8 +159,9 @@ class Supervisor:
         text = log.read_bytes()[self._log_starts[name] :].decode(errors="replace").strip()  # not of an earlier start of the run
         last = "".join(f"\n  {name} | {line}" for line in text.splitlines()[-lines:])
         free = shutil.disk_usage(self._folder).free
-        full = f"\nThe disk of {self._folder} is full ({free} bytes are free): make room first." if free < FULL_BYTES else ""
-        return f"Its log: {log}{last}{full}"
+        full = free < FULL_BYTES or self._processes[name].poll() == NO_SPACE  # what it could not write may be free again
+        advice = f"\nThe disk of {self._folder} is full ({free} bytes are free): make room first." if full else ""
+        return f"Its log: {log}{last}{advice}"
 
     def _on_signal(self, *_: object) -> None:
         self._stop = True

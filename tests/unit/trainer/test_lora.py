@@ -331,7 +331,7 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is(model, targ
         ("trainer.balance_rate=0.001", ("trainer.lora", "trainer.balance_rate = 0.001")),
         ("trainer.lora.rank=0", ("trainer.lora.rank = 0",)),
         ("trainer.lora.targets=[]", ("trainer.lora.targets",)),
-        ("trainer.lora.rnak=8", ("trainer.lora.rnak", "'rank'")),
+        ("trainer.lora.rnak=8", ("trainer.lora.rnak", "'trainer.lora.rank'")),
     ],
 )
 def test_settings_that_contradict_are_refused_by_name(setting, named):
