@@ -81,7 +81,7 @@ FAULTS = {
         "one process: expert load",
     ),
     "a precision map that differs": (
-        "trainer/precision.py",
+        "models/fp8.py",
         "if name in columns:\n            owner,",
         'if name in columns and not name.endswith("down"):\n            owner,',
         1,
