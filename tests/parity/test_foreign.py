@@ -15,6 +15,7 @@ from slipstream.models import fill, hf
 from slipstream.models.context import FullContext
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.load import load_model
+from tests.parity.zoo import tell_apart
 from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, run
 
 BASE: dict[str, Any] = {
@@ -85,17 +86,7 @@ def theirs(name: str, folder: Path, seed: int = 0, **save: Any) -> Any:
     family, sizes = ZOO[name]
     config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="eager", experts_implementation="eager")
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.copy_(0.3 * noise + (0 if key.endswith("bias") else 1))
-            else:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-        for key, buffer in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+    tell_apart(model, seed)
     model.save_pretrained(folder, **save)
     return model
 

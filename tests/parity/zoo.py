@@ -130,7 +130,14 @@ def reference(name: str, folder: Path, seed: int = 0, **save: Any) -> Any:
     family, sizes = ZOO[name]
     config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="eager")
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(1000 * seed + len(name))
+    tell_apart(model, 1000 * seed + len(name))
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def tell_apart(model: Any, seed: int) -> None:
+    """Weights of a transformers model by which its parts can be told apart: no ones, no zeros."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -141,8 +148,6 @@ def reference(name: str, folder: Path, seed: int = 0, **save: Any) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-    model.save_pretrained(folder, **save)
-    return model
 
 
 def reference_grads(model: Any) -> dict[str, torch.Tensor]:

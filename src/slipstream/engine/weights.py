@@ -6,6 +6,7 @@ retired model is kept as the next spare, so the engine holds the weights at most
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from slipstream.models.hf import TensorFiles
 from slipstream.models.impl import Impl
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.load import load_model
-from slipstream.ops.fp8_weight import Fp8Errors, Fp8Weight
+from slipstream.ops.fp8_weight import Fp8Weight, Uncounted
 from slipstream.transport.weights import TENSORS_FILE, fingerprint, fingerprint_file, read_header, verify
 from slipstream.types import PolicyVersion
 
@@ -30,8 +31,8 @@ class LiveWeights:
 
         Raises ModelError when it cannot be used.
         """
-        self._load = lambda: _quantised(load_model(folder, dtype, impl=impl).eval().requires_grad_(False), fp8)
-        self.model: LanguageModel = self._load()
+        self._fp8 = fp8
+        self.model: LanguageModel = _quantised(load_model(folder, dtype, impl=impl).eval().requires_grad_(False), fp8)
         self.number = number
         self.fingerprint = fingerprint_folder(folder)
         self.prepared: PolicyVersion | None = None
@@ -50,7 +51,7 @@ class LiveWeights:
             tensors = TensorFiles(version.path)
         except ModelError as error:
             raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
-        spare = self._spare or self._load()
+        spare = self._spare or _quantised(copy.deepcopy(self.model), self._fp8)
         try:
             load_hf_tensors(spare, tensors, tensors.files)
             for weight in spare.parameters():
@@ -80,7 +81,7 @@ class LiveWeights:
 
 def _quantised(model: LanguageModel, fp8: str | None) -> LanguageModel:
     if fp8 is not None:
-        multiply_in_fp8(model, fp8 == "power_of_two", Fp8Errors())
+        multiply_in_fp8(model, fp8 == "power_of_two", Uncounted())
     return model
 
 

@@ -42,10 +42,12 @@ def warm_up(config: RunConfig, out: Path) -> dict[str, float]:
     torch.set_num_threads(config.trainer.threads)
     with joined(config.trainer.parallel, config.trainer.stall_timeout_s, WAIT_S) as mesh:
         if not mesh.leads:
+            mesh.hear()  # that the demonstrations are there
             assist(config.model.path, config, mesh)
             return {}
         console = Console(stderr=True)
         samples = demonstrations(config)
+        mesh.tell(b"ready")
         console.print(f"sft: {len(samples)} demonstrations, {np.mean([len(tokens) for tokens, _ in samples]):.0f} tokens on average")
         metrics = train(
             config.model.path, samples, config, out, on_step=lambda step, values: _show(console, config, step, values), mesh=mesh

@@ -58,8 +58,7 @@ def fill(
     files = files or {}
     problems = _problems(table, spec, tied, tensors, files)
     if problems:
-        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        raise ModelError(f"the weights do not fit the {spec.family} model: {'; '.join(problems[:_NAMED])}{more}")
+        raise ModelError(f"the weights do not fit the {spec.family} model: {listed(problems)}")
     for place in table:
         if place.ours not in held:
             continue
@@ -68,6 +67,12 @@ def fill(
             target, part = found
             target.copy_(_plain(tensors, place.hf, part))
             check_finite(target, f"tensor {place.hf}{_in(files, place.hf)}")
+
+
+def listed(problems: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+    return "; ".join(problems[:_NAMED]) + more
 
 
 def check_finite(tensor: Tensor, what: str) -> None:
@@ -161,7 +166,7 @@ def carried(spec: ModelSpec, folder: Path, dtype: torch.dtype) -> TensorStream:
     codes = {name for name in names if found[name].dtype == torch.float8_e4m3fn}
     problems = [problem for name in codes for problem in _scale_problems(found, name, f" in {folder}")]
     if problems:
-        raise ModelError("; ".join(problems[:_NAMED]))
+        raise ModelError(listed(problems))
 
     def items() -> Items:
         for name in names:

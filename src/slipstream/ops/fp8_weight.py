@@ -52,6 +52,13 @@ class Fp8Errors:
         return {kind: ((error / max(size, 1e-300)) ** 0.5, lost / count) for kind, (error, size, lost, count) in by_kind if count}
 
 
+class Uncounted(Fp8Errors):
+    """Where nobody asks for the errors: finding them costs more than the product."""
+
+    def add(self, kind: str, exact: Tensor, quantised: Quantised, times: int = 1) -> None:
+        pass
+
+
 class Fp8Weight(nn.Parameter):
     """[K, N], or [E, K, N] of experts. Its codes are either kept (`of`), or made from its values at every use, or came from elsewhere
     (`turn_into`)."""

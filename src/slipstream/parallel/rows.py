@@ -81,6 +81,8 @@ def spans(doc_starts_D: np.ndarray, config: ParallelConfig) -> list[Span]:
     order.
     """
     cp, num_tokens = config.cp, int(doc_starts_D[-1])
+    if cp == 1:
+        return [Span(((0, num_tokens),))]
     if config.cp_method == "ulysses":
         size = -(-num_tokens // cp)
         edges = [min(i * size, num_tokens) for i in range(cp + 1)]
@@ -101,14 +103,19 @@ def take(row: MicroBatch, span: Span) -> MicroBatch:
     offsets = np.cumsum([0, *(part.num_tokens for part in parts)])
     starts = [part.doc_starts_D + offset for part, offset in zip(parts, offsets[:-1], strict=True)]
     starts_D = np.unique(np.concatenate(starts)).astype(row.doc_starts_D.dtype)
-    names = [f.name for f in fields(row) if f.name != "doc_starts_D" and getattr(row, f.name) is not None]
-    return replace(row, doc_starts_D=starts_D, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+    return replace(
+        row, doc_starts_D=starts_D, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _per_token(row)}
+    )
 
 
 def cut(row: MicroBatch, first: int, end: int) -> MicroBatch:
     """Tokens first ... end - 1. A document that is cut keeps its positions; its part counts as a document of the result."""
     if (first, end) == (0, row.num_tokens):
         return row
-    per_token = [f.name for f in fields(row) if f.name != "doc_starts_D" and getattr(row, f.name) is not None]
     starts_D = (np.unique(np.clip(row.doc_starts_D, first, end)) - first).astype(row.doc_starts_D.dtype)
-    return replace(row, doc_starts_D=starts_D, **{name: getattr(row, name)[first:end] for name in per_token})
+    return replace(row, doc_starts_D=starts_D, **{name: getattr(row, name)[first:end] for name in _per_token(row)})
+
+
+def _per_token(row: MicroBatch) -> list[str]:
+    """Fields of `row` that have an entry for each token."""
+    return [f.name for f in fields(row) if f.name != "doc_starts_D" and getattr(row, f.name) is not None]

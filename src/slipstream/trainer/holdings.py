@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.models.fill import fill
+from slipstream.models.fill import fill, listed
 from slipstream.models.hf import TensorFiles
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.places import Place, places
@@ -26,8 +26,6 @@ from slipstream.trainer.shards import Stored
 
 MODEL = "model/"
 """Weights are stored as MODEL + our name, moments as '<state>/<our name>'."""
-_NAMED = 20
-"""Problems that an error names, at most."""
 
 
 class Layout:
@@ -97,9 +95,8 @@ class Layout:
             elif shape != wanted and (shape or name.startswith(MODEL)):
                 problems.append(f"tensor {name} has shape {list(shape)}, but the model's is {list(wanted)}")
         if problems:
-            more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-            listed = "; ".join(sorted(problems, key=lambda text: (f"tensor {MODEL}" not in text, text))[:_NAMED])  # weights before moments
-            raise ModelError(f"checkpoint {stored.folder} does not fit the {self.spec.family} model: {listed}{more}")
+            problems.sort(key=lambda text: (f"tensor {MODEL}" not in text, text))  # weights before moments
+            raise ModelError(f"checkpoint {stored.folder} does not fit the {self.spec.family} model: {listed(problems)}")
 
     def _together(self, read: Callable[[], None]) -> None:
         """What one process cannot read, none goes on without: all raise the first one's ModelError."""

@@ -156,7 +156,7 @@ class _Planner(LoadPlanner):
         """`resolve_tensor` gave a view: it is there."""
 
     def set_up_planner(self, *args: object, **kwargs: object) -> None:
-        raise NotImplementedError
+        raise StateError("a plan of torch's own: `Stored.read` plans without it")
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -165,4 +165,4 @@ class _Planner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: object) -> None:
-        raise NotImplementedError
+        raise StateError("a checkpoint holds tensors only")

@@ -9,6 +9,7 @@ Shapes: T tokens of a row, t of them in this process, N that carry loss, n of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from slipstream.parallel.fsdp import clip_gradients
 from slipstream.parallel.mesh import ALONE, Mesh
 from slipstream.parallel.pieces import Piece, boxes
 from slipstream.parallel.pipeline import StageRun, run_pipeline
-from slipstream.parallel.rows import own_rows, spans, take
+from slipstream.parallel.rows import Span, own_rows, spans, take
 from slipstream.trainer import holdings
 from slipstream.trainer.aux_loss import AuxLoss
 from slipstream.trainer.away import Away
@@ -181,7 +182,7 @@ class Learner:
         if isinstance(run, StageRun) and not run.stage.is_last:
             return hidden_tD
         at_N = row.loss_mask_T.nonzero()[0]
-        logprobs_N, entropy_N = self._logprobs(hidden_tD, row, at_N)
+        logprobs_N, entropy_N = self._logprobs(hidden_tD, row, parts, at_N)
         if not len(at_N):  # adds nothing, but the exchanges of the backward pass take all processes
             return logprobs_N.sum()
         engine_N, advantages_N = torch.tensor(row.logprobs_T[at_N]), torch.tensor(row.advantages_T[at_N])
@@ -191,13 +192,12 @@ class Learner:
             sums.add(output, logprobs_N.detach(), engine_N, entropy_N, torch.tensor(batch.version - row.versions_T[at_N]))
         return output.loss_T.sum() / batch.loss_tokens
 
-    def _logprobs(self, hidden_tD: Tensor, row: MicroBatch, at_N: np.ndarray) -> tuple[Tensor, Tensor]:
-        """log p and entropy of the tokens `at_N` of the row, with gradient for those that are predicted here.
+    def _logprobs(self, hidden_tD: Tensor, row: MicroBatch, parts: Sequence[Span], at_N: np.ndarray) -> tuple[Tensor, Tensor]:
+        """log p and entropy of the tokens `at_N` of the row, with gradient for those that are predicted here. `parts`: its spans.
 
         The hidden state before a token predicts it; a document's first token never carries loss, so at - 1 is in its document, though it
         may be in another process. Each process then computes the loss of the whole row (some losses need all tokens of a sample).
         """
-        parts = spans(row.doc_starts_D, self.mesh.config)
         own_PN = [span.own(at_N) for span in parts]
         own_N, span = own_PN[self.mesh.context], parts[self.mesh.context]
         at_n = at_N[own_N]

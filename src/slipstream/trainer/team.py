@@ -122,7 +122,8 @@ def follow(learner: Learner) -> None:
         if word == _STEP:
             learner.step(decode_batch(rest))
         elif word == _PUBLISHED:
-            assert not list(learner.published().items())
+            for name, _ in learner.published().items():
+                raise StateError(f"tensor {name} came to a trainer process that does not lead")
         elif word == _SAVE:
             member.save(Path(rest.decode()))
         elif word == _SAVED:

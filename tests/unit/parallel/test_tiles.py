@@ -105,3 +105,20 @@ def test_packed_documents_are_more_even_than_in_order(seed, documents):
     ours, in_order = (np.mean([share_of_the_busiest(row, 4, method) for row in rows]) for method in ("ring", "ulysses"))
     assert 1 <= ours < 1.4
     assert ours - 1 < 0.6 * (in_order - 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "mean", "most"),
+    [
+        ([32_768], 0, 18_432, 24_576),
+        ([9_000, 5_000, 13_000, 5_768], 0, 6_528, None),
+        ([32_768], 128, None, 254),
+        ([2_048] * 16, 0, 0, 0),
+    ],
+)
+def test_what_a_ring_receives_is_what_the_docs_say(lengths: list[int], window: int, mean: int | None, most: int | None):
+    """docs/parallel.md, Context parallelism: tokens a process, of a row of 32,768 that four share."""
+    starts_D = np.cumsum([0, *lengths])
+    parts = spans(starts_D, validate(ParallelConfig, {"processes": 4, "cp": 4, "cp_method": "ring"}))
+    received = [sum(len(r) for other in parts if other is not own for r in needed(own, other, starts_D, window)) for own in parts]
+    assert (mean is None or np.mean(received) == pytest.approx(mean, abs=1)) and (most is None or max(received) == most)
