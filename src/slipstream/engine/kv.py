@@ -134,6 +134,11 @@ class KvCache:
         self.routing = np.zeros(rows, self.row_dtype)
         self.versions_N = np.zeros(self.num_blocks, np.int32)
 
+    def parts(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Every array that holds something of this layer, each [N, ...]: what a block is made of, for whoever moves blocks."""
+        index = (self.index_keys[layer],) if layer in self.index_keys else ()
+        return (self.keys[layer], self.values[layer], *index)
+
     def _count(self, memory_mib: int, size: int) -> int:
         count = memory_mib * MIB // size
         if count < MIN_BLOCKS:
