@@ -209,8 +209,8 @@ class Sample:
     advantage: float
     reward: float
     temperature: float = 1.0
-    routing: Routing | None = None
-    """Starts at token 0 and has one row a token."""
+    routing: tuple[Routing, ...] = ()
+    """The rows as the turns brought them, in order: of several for one token, the first valid one counts. () for none."""
 
     @property
     def num_tokens(self) -> int:

@@ -57,13 +57,13 @@ def as_sample(answer, index: int, version: int) -> Sample:
         advantage=answer.advantage,
         reward=0.0,
         temperature=answer.temperature,
-        routing=routing,
+        routing=(routing,),
     )
 
 
 def as_batch(step: int, answers: list) -> Batch:
     samples = [as_sample(answer, i, step - 1) for i, answer in enumerate(answers)]
-    return decode_batch(encode_batch(make_batch(step, samples, TRAINER["row_tokens"], {})))
+    return decode_batch(b"".join(encode_batch(make_batch(step, samples, TRAINER["row_tokens"], {}))))
 
 
 def sample_batch(reference: ModuleType, model, step: int) -> list:

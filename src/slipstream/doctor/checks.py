@@ -82,7 +82,7 @@ def examine(config: RunConfig, most: int = 4, tell: Callable[[str], None] = lamb
         (folder / TRAINER_FILE).write_text(to_toml(config.trainer))
         batches = material.batches(samples, spec.num_experts)
         for name, batch in batches.items():
-            (folder / f"{name}.batch").write_bytes(encode_batch(batch))
+            (folder / f"{name}.batch").write_bytes(b"".join(encode_batch(batch)))
         rows = [*_compare(_compute(folder, [case for case in cases(config.trainer) if case.world <= most], tell), spec, batches)]
         tell("weights to the engine and back")
         rows += _weight_sync(folder, engine)

@@ -59,7 +59,9 @@ def batches(samples: Sequence[Sample], num_experts: int) -> Mapping[str, Batch]:
     """The same samples as batches of step 1, by how they are cut up; `forced` has other experts in its routing rows."""
     longest = max(sample.num_tokens for sample in samples)
     everything = sum(sample.num_tokens for sample in samples)
-    moved = [replace(s, routing=s.routing and replace(s.routing, ids_TLK=(s.routing.ids_TLK + 1) % max(1, num_experts))) for s in samples]
+    moved = [
+        replace(s, routing=tuple(replace(part, ids_TLK=(part.ids_TLK + 1) % max(1, num_experts)) for part in s.routing)) for s in samples
+    ]
     return {
         "packed": make_batch(1, samples, ROW_TOKENS, {}),
         "alone": make_batch(1, samples, longest, {}),

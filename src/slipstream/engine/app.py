@@ -21,7 +21,9 @@ from slipstream.engine.http import MAX_BODY_BYTES, error_response, errors_as_jso
 from slipstream.engine.metrics import prometheus_text
 from slipstream.engine.openai_api import openai_routes
 from slipstream.errors import EngineUnavailable, RequestError, WireError
+from slipstream.serving.bodies import send_body
 from slipstream.transport.codec import decode_request, encode_completion
+from slipstream.transport.threads import off_loop
 from slipstream.types import GenerateRequest
 
 WIRE = "application/x-slipstream"
@@ -30,13 +32,14 @@ WIRE = "application/x-slipstream"
 def make_app(driver: EngineDriver, tokenizer: ChatTokenizer, token: str, model_name: str) -> web.Application:
     """All routes. `token` guards the admin routes."""
 
-    async def generate(request: web.Request) -> web.Response:
+    async def generate(request: web.Request) -> web.StreamResponse:
         call = _decode(await request.read())
         try:
             completion = await driver.generate(call)
         except EngineUnavailable as error:
             return error_response(error, 429 if driver.ready else 503)
-        return web.Response(body=encode_completion(completion), content_type=WIRE)
+        size = completion.routing.ids_TLK.nbytes if completion.routing is not None else 0
+        return await send_body(request, await off_loop(size, lambda: encode_completion(completion)), WIRE)
 
     async def health(_: web.Request) -> web.Response:
         status = "ok" if driver.ready else "not ready"

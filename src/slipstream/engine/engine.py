@@ -234,9 +234,9 @@ class EmbeddedEngine:
         start = sequence.request.routing_from
         position_T = np.arange(start, max(start, length - 1))
         valid_T = position_T < context
-        known_T, block = position_T[valid_T], self.config.block_tokens
         ids_TLK = np.zeros((len(position_T), *self._cache.routing.shape[1:]), self._cache.routing.dtype)
-        ids_TLK[valid_T] = self._cache.routing[used[known_T // block] * block + known_T % block]
+        known = int(valid_T.sum())
+        ids_TLK[:known] = self._cache.rows(used, start, start + known)
         return Routing(start, ids_TLK, valid_T), kv_age
 
     # ---- weights ----

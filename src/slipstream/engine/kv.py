@@ -139,6 +139,13 @@ class KvCache:
         index = (self.index_keys[layer],) if layer in self.index_keys else ()
         return (self.keys[layer], self.values[layer], *index)
 
+    def rows(self, blocks: np.ndarray, start: int, end: int) -> np.ndarray:
+        """[end - start, L, K]: routing rows of these positions of the sequence that holds `blocks`. Copied block by block, not row by row."""
+        first, last = start // self.block_tokens, -(-end // self.block_tokens)
+        by_block = self.routing.reshape(self.num_blocks, self.block_tokens, *self.routing.shape[1:])
+        rows = by_block[blocks[first:last]].reshape(-1, *self.routing.shape[1:])
+        return rows[start - first * self.block_tokens : end - first * self.block_tokens]
+
     def _count(self, memory_mib: int, size: int) -> int:
         count = memory_mib * MIB // size
         if count < MIN_BLOCKS:

@@ -26,7 +26,7 @@ from slipstream.orchestrator.dispatch import Dispatcher, Flight, draw
 from slipstream.orchestrator.evals import Evaluator, is_due
 from slipstream.orchestrator.groups import Open, fruitless_after, judge, last_error, next_env, pass_rate, play_group
 from slipstream.orchestrator.ledger import Ledger
-from slipstream.orchestrator.pack import make_batch
+from slipstream.orchestrator.pack import make_batch, routing_bytes
 from slipstream.orchestrator.publish import Metrics, Publisher
 from slipstream.orchestrator.queue import ReadyQueue
 from slipstream.orchestrator.staleness import Ready, batch_hash, check_lag, oldest_version, room
@@ -34,6 +34,7 @@ from slipstream.orchestrator.step_metrics import batch_metrics, counted, reward_
 from slipstream.orchestrator.store import Outbox, Store
 from slipstream.orchestrator.waits import Deadlines, Wake, persist
 from slipstream.ports import Engine, Env, Player
+from slipstream.transport.threads import off_loop
 from slipstream.types import Rollout, Task
 
 
@@ -323,7 +324,8 @@ class Orchestrator:
         """
         ledger, trainer, send_s = self.parts.ledger, self.parts.trainer, self.parts.deadlines.send_s
         samples = [sample for item in taken for sample in item.samples]
-        batch = make_batch(step, samples, self.config.trainer.row_tokens, self._state(step))
+        state = self._state(step)
+        batch = await off_loop(routing_bytes(samples), lambda: make_batch(step, samples, self.config.trainer.row_tokens, state))
         lags = check_lag(batch, self.settings.max_off_policy_steps)
         closed, fate = self.queue.take_closed()
         await self.parts.store.write_rollouts(step, closed, {item.rollout_id: item.samples[0].advantage for item in taken}, fate)

@@ -12,7 +12,7 @@ import numpy as np
 
 from slipstream.algorithms.packing import assign
 from slipstream.errors import StateError
-from slipstream.types import Batch, MicroBatch, Sample
+from slipstream.types import Batch, BoolArray, MicroBatch, Routing, Sample
 
 
 def pack(samples: Sequence[Sample], row_tokens: int) -> tuple[MicroBatch, ...]:
@@ -46,11 +46,16 @@ def make_batch(step: int, samples: Sequence[Sample], row_tokens: int, orchestrat
     )
 
 
+def routing_bytes(samples: Sequence[Sample]) -> int:
+    """Size of their routing rows: what makes packing slow."""
+    return sum(part.ids_TLK.nbytes for sample in samples for part in sample.routing)
+
+
 def _row(samples: Sequence[Sample], index_D: list[int]) -> MicroBatch:
     row = [samples[i] for i in index_D]
     lengths_D = np.array([sample.num_tokens for sample in row], np.int64)
     starts_D = np.concatenate([[0], np.cumsum(lengths_D)]).astype(np.int32)
-    routed = [sample.routing for sample in row if sample.routing is not None]
+    routing_TLK, routing_valid_T = _routing_rows(row, starts_D)
 
     def joined(part: Callable[[Sample], np.ndarray]) -> np.ndarray:
         return np.concatenate([part(sample) for sample in row])
@@ -68,19 +73,30 @@ def _row(samples: Sequence[Sample], index_D: list[int]) -> MicroBatch:
         advantages_T=spread([sample.advantage for sample in row], np.float32),
         temperature_T=spread([sample.temperature for sample in row], np.float32),
         sample_T=spread(index_D, np.int32),
-        routing_TLK=_routing_rows(row, starts_D, routed[0].ids_TLK) if routed else None,
-        routing_valid_T=joined(_valid_rows) if routed else None,
+        routing_TLK=routing_TLK,
+        routing_valid_T=routing_valid_T,
     )
 
 
-def _routing_rows(row: Sequence[Sample], starts_D: np.ndarray, like_TLK: np.ndarray) -> np.ndarray:
-    """Expert ids of the whole row; zeros (and not valid) for samples that came without."""
-    ids_TLK = np.zeros((int(starts_D[-1]), *like_TLK.shape[1:]), like_TLK.dtype)
+def _routing_rows(row: Sequence[Sample], starts_D: np.ndarray) -> tuple[Any, BoolArray | None]:
+    """(expert ids, whether they are known) of the whole row; zeros, and not valid, where no turn brought a row. None: no sample has any."""
+    like = next((part.ids_TLK for sample in row for part in sample.routing), None)
+    if like is None:
+        return None, None
+    ids_TLK = np.zeros((int(starts_D[-1]), *like.shape[1:]), like.dtype)
+    valid_T = np.zeros(len(ids_TLK), np.bool_)
     for sample, start in zip(row, starts_D.tolist(), strict=False):
-        if sample.routing is not None:
-            ids_TLK[start : start + sample.num_tokens] = sample.routing.ids_TLK
-    return ids_TLK
+        for part in sample.routing:
+            place = slice(start + part.start, start + min(part.start + len(part.valid_T), sample.num_tokens))
+            _lay(ids_TLK[place], valid_T[place], part)
+    return ids_TLK, valid_T
 
 
-def _valid_rows(sample: Sample) -> np.ndarray:
-    return np.zeros(sample.num_tokens, np.bool_) if sample.routing is None else sample.routing.valid_T
+def _lay(ids_RLK: np.ndarray, valid_R: BoolArray, part: Routing) -> None:
+    """Fill in what is not known yet: the first row for a token was in use when the tokens after it were sampled."""
+    new_R = part.valid_T[: len(valid_R)] & ~valid_R
+    if new_R.all():  # one copy, without the interpreter
+        ids_RLK[:] = part.ids_TLK[: len(new_R)]
+    else:
+        ids_RLK[new_R] = part.ids_TLK[: len(new_R)][new_R]
+    valid_R |= new_R

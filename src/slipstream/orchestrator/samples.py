@@ -6,18 +6,18 @@
     loss     . . x x . x
 
 A turn whose prompt does not go on from the tokens so far (the environment edited the conversation) starts a new sample.
-Suffixes: T tokens, L MoE layers, K experts. Knows nothing of batches or rows.
+Routing rows stay where the engine's answers have them: they are laid together once, in the packed row. Suffix: T tokens. Knows nothing of
+batches or rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from slipstream.types import IntArray, Rollout, Routing, Sample, Turn
+from slipstream.types import IntArray, Rollout, Sample, Turn
 
 
 def rollout_samples(rollout: Rollout, advantage: float) -> tuple[Sample, ...]:
@@ -78,23 +78,5 @@ def _sample(rollout: Rollout, turns: Sequence[Turn], advantage: float) -> Sample
         advantage=advantage,
         reward=0.0 if rollout.reward is None else rollout.reward,
         temperature=last.sampling.temperature or 1.0,  # greedy: the logprobs are those of the untempered distribution
-        routing=_routing(turns, len(tokens_T)),
+        routing=tuple(turn.completion.routing for turn in turns if turn.completion.routing is not None),
     )
-
-
-def _routing(turns: Sequence[Turn], num_tokens: int) -> Routing | None:
-    """One row for each token out of the rows that each turn brought; None when no turn brought any.
-
-    The first row for a token stays: it was in use when the tokens after it were sampled.
-    """
-    parts = [turn.completion.routing for turn in turns if turn.completion.routing is not None]
-    if not parts:
-        return None
-    ids_TLK: Any = np.zeros((num_tokens, *parts[0].ids_TLK.shape[1:]), parts[0].ids_TLK.dtype)
-    valid_T = np.zeros(num_tokens, np.bool_)
-    for part in parts:
-        rows = slice(part.start, min(part.start + len(part.valid_T), num_tokens))
-        new_R = part.valid_T[: max(rows.stop - rows.start, 0)] & ~valid_T[rows]
-        ids_TLK[rows][new_R] = part.ids_TLK[: len(new_R)][new_R]
-        valid_T[rows] |= new_R
-    return Routing(0, ids_TLK, valid_T)

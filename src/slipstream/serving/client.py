@@ -17,13 +17,16 @@ import msgspec
 from yarl import URL
 
 from slipstream.errors import EngineError, EngineUnavailable, RequestError, WireError
+from slipstream.serving.bodies import read_body
 from slipstream.transport.codec import decode_completion, encode_request
+from slipstream.transport.threads import off_loop
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
 
 ASK_TIMEOUT_S = 60.0
 """Deadline of state, commit and abort. The server answers between two engine steps, which take seconds for a large model on a CPU."""
 PREPARE_TIMEOUT_S = 600.0
 """Deadline of prepare, which reads and hashes all weights."""
+Body = bytes | memoryview
 _NO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -46,7 +49,7 @@ class HttpEngine:
         """See ports.Engine. Cancelling closes the connection, upon which the server aborts the request."""
         body = await self._send("POST", self._generate_url, encode_request(request), {}, self._generate_timeout_s)
         try:
-            return decode_completion(body)
+            return await off_loop(len(body), lambda: decode_completion(body))
         except WireError as error:
             raise EngineUnavailable(f"{self.url}: the answer to {request.id} does not decode: {error}") from None
 
@@ -85,13 +88,13 @@ class HttpEngine:
     async def _admin_post(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
         await self._send("POST", f"{self.url}/admin/{name}", msgspec.json.encode(body), self._admin, timeout_s)
 
-    async def _send(self, method: str, url: str | URL, body: bytes | None, headers: dict[str, str], timeout_s: float) -> bytes:
+    async def _send(self, method: str, url: str | URL, body: bytes | None, headers: dict[str, str], timeout_s: float) -> Body:
         """The body of a 200 answer; every other ending is one of our exceptions."""
         if self._session is None:
             self._session = _open_session()
         try:
             async with asyncio.timeout(timeout_s), self._session.request(method, url, data=body, headers=headers) as response:
-                answer = await response.read()
+                answer = await read_body(response)
         except TimeoutError:
             raise EngineUnavailable(f"{method} {url}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -111,12 +114,12 @@ def _open_session() -> aiohttp.ClientSession:
     )
 
 
-def _error_of(method: str, url: str | URL, status: int, body: bytes) -> EngineError:
+def _error_of(method: str, url: str | URL, status: int, body: Body) -> EngineError:
     """The exception that an answer with this status stands for (slipstream.engine.http has the table)."""
     try:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
-        message = body[:200].decode(errors="replace")
+        message = bytes(body[:200]).decode(errors="replace")
     text = f"{method} {url}: HTTP {status}: {message}"
     if status == 429:
         return EngineBusy(text)

@@ -219,7 +219,7 @@ def keep_bad_batch(run_folder: Path, batch: Batch, outcome: StepOutcome) -> Path
     """bad_batches/step_000012.batch and the reason beside it, for a re-run."""
     path = run_folder / "bad_batches" / batch_path(run_folder, batch.step).name
     path.parent.mkdir(exist_ok=True)
-    write_durably(path, encode_batch(batch))
+    write_durably(path, *encode_batch(batch))
     write_durably(path.with_suffix(".json"), json.dumps({"step": batch.step, "reason": outcome.problem}).encode())
     return path
 

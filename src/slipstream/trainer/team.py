@@ -79,7 +79,7 @@ class Team:
 
     def step(self, batch: Batch) -> StepOutcome:
         if not self._mesh.alone:
-            self._mesh.tell(_STEP + encode_batch(batch))
+            self._mesh.tell(b"".join([_STEP, *encode_batch(batch)]))
         return self._learner.step(batch)
 
     def published(self) -> TensorStream:

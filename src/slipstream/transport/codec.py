@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.transport.wire import decode, encode
+from slipstream.transport.wire import Pieces, decode, encode
 from slipstream.types import Batch, Completion, GenerateRequest, MicroBatch, Routing, Sampling, Timings
 
 
 def encode_request(request: GenerateRequest) -> bytes:
+    """In one piece: it is small."""
     meta = {"id": request.id, "salt": request.salt, "routing_from": request.routing_from, "sampling": request.sampling}
-    return encode("generate_request", meta, {"prompt": request.prompt_T})
+    return b"".join(encode("generate_request", meta, {"prompt": request.prompt_T}))
 
 
 def decode_request(data: bytes | memoryview) -> GenerateRequest:
@@ -22,7 +23,7 @@ def decode_request(data: bytes | memoryview) -> GenerateRequest:
     return GenerateRequest(meta["id"], arrays["prompt"], Sampling(**sampling), meta["salt"], meta["routing_from"])
 
 
-def encode_completion(completion: Completion) -> bytes:
+def encode_completion(completion: Completion) -> Pieces:
     meta = {
         "id": completion.id,
         "versions": completion.versions,
@@ -35,7 +36,7 @@ def encode_completion(completion: Completion) -> bytes:
     if completion.routing is not None:
         meta["routing_start"] = completion.routing.start
         arrays |= {"routing": completion.routing.ids_TLK, "routing_valid": completion.routing.valid_T}
-    return encode("completion", meta, arrays)
+    return encode("completion", meta, arrays, compress={"routing", "routing_valid"})
 
 
 def decode_completion(data: bytes | memoryview) -> Completion:
@@ -70,7 +71,7 @@ _ROW_FIELDS = (
 _ROUTING_FIELDS = ("routing_TLK", "routing_valid_T")
 
 
-def encode_batch(batch: Batch) -> bytes:
+def encode_batch(batch: Batch) -> Pieces:
     meta: dict[str, Any] = {
         "step": batch.step,
         "loss_tokens": batch.loss_tokens,
@@ -82,7 +83,7 @@ def encode_batch(batch: Batch) -> bytes:
     for i, row in enumerate(batch.micro_batches):
         arrays |= {f"{i}/{name}": getattr(row, name) for name in _ROW_FIELDS}
         arrays |= {f"{i}/{name}": value for name in _ROUTING_FIELDS if (value := getattr(row, name)) is not None}
-    return encode("batch", meta, arrays)
+    return encode("batch", meta, arrays, compress={f"{i}/routing_TLK" for i in range(len(batch.micro_batches))})
 
 
 def decode_batch(data: bytes | memoryview) -> Batch:

@@ -24,10 +24,10 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write and fsync `path` in place. For a file that gets its final name by `publish_file` or a folder rename later."""
+def write_durably(path: Path, *pieces: bytes | memoryview) -> None:
+    """Write the pieces end to end and fsync `path` in place. For a file that gets its final name by `publish_file` or a folder rename later."""
     with naming(path), open(path, "wb") as file:
-        file.write(data)
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
 

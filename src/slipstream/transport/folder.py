@@ -66,7 +66,7 @@ class FolderTrainer:
         path = batch_path(self._run_folder, batch.step)
         if path.exists():
             raise StateError(f"batch of step {batch.step} was sent already ({path}); a step is sent once")
-        await asyncio.to_thread(write_durably, temp_path(path), encode_batch(batch))
+        await asyncio.to_thread(lambda: write_durably(temp_path(path), *encode_batch(batch)))
 
     async def release(self, step: int) -> None:
         """Let the trainer see a staged batch. Idempotent: it may have been released just before a crash."""

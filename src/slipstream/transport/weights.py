@@ -117,7 +117,13 @@ def retire(weights: Path, oldest: int) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(version_folder(weights, number), weights / f"{_RETIRED}{number}-{time.monotonic_ns()}")
     for folder in weights.glob(f"{_RETIRED}*"):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, onerror=_unless_gone)
+
+
+def _unless_gone(_function: object, _path: str, info: Any) -> None:
+    """The trainer may be deleting the same folder: it had begun to replace the version when it was renamed."""
+    if not isinstance(info[1], FileNotFoundError):
+        raise info[1]
 
 
 def _published(folder: Path) -> PolicyVersion | None:

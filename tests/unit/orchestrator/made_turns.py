@@ -36,7 +36,7 @@ def sample(length: int, seed: int = 0, routed: bool = False, advantage: float = 
     """Random tokens, of which the last `loss` (default: all but the first) are trained."""
     rng = np.random.default_rng((seed, length))
     mask_T = np.arange(length) >= length - (length - 1 if loss is None else loss)
-    routing = Routing(0, rng.integers(0, 8, (length, LAYERS, TOP_K)).astype(np.uint8), rng.random(length) < 0.8) if routed else None
+    routing = Routing(0, rng.integers(0, 8, (length, LAYERS, TOP_K)).astype(np.uint8), rng.random(length) < 0.8)
     return Sample(
         rollout_id=f"r{seed}",
         group_id="g",
@@ -48,5 +48,5 @@ def sample(length: int, seed: int = 0, routed: bool = False, advantage: float = 
         advantage=advantage,
         reward=advantage + 0.5,
         temperature=0.5 + seed,
-        routing=routing,
+        routing=(routing,) if routed else (),
     )

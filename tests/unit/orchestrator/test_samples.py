@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.orchestrator.pack import pack
 from slipstream.orchestrator.samples import mask_stale, rollout_samples
 from tests.unit.orchestrator.made_turns import ids, rollout, rows, sample, turn
 
@@ -50,33 +51,39 @@ def test_turns_without_a_token_give_no_sample_and_do_not_break_the_others():
 def test_the_last_sampled_token_gets_its_routing_row_from_the_next_turn():
     first = turn([1, 2], [3, 4], routing=rows(0, 3))
     second = turn([1, 2, 3, 4, 5], [6, 7], routing=rows(3, 6))
-    (alone,) = rollout_samples(rollout(first), 1.0)
-    (merged,) = rollout_samples(rollout(first, second), 1.0)
-    assert alone.routing is not None
-    assert merged.routing is not None
-    assert alone.routing.valid_T.tolist() == [True, True, True, False]
-    assert merged.routing.valid_T.tolist() == [True] * 6 + [False]
-    assert merged.routing.ids_TLK[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 0]
-    assert merged.routing.start == 0
-    assert merged.routing.ids_TLK.dtype == np.uint8
+    _, known_alone_T = packed(first)
+    ids_TLK, known_T = packed(first, second)
+    assert known_alone_T.tolist() == [True, True, True, False]
+    assert known_T.tolist() == [True] * 6 + [False]
+    assert ids_TLK[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 0]
+    assert ids_TLK.dtype == np.uint8
 
 
 def test_an_earlier_row_stays_and_a_later_turn_fills_what_was_unknown():
     first = turn([1, 2], [3, 4], routing=rows(0, 3, invalid=[1]))
     second = turn([1, 2, 3, 4, 5], [6], routing=rows(0, 5, fill=100))
-    (merged,) = rollout_samples(rollout(first, second), 1.0)
-    assert merged.routing is not None
-    assert merged.routing.ids_TLK[:, 1, 1].tolist() == [0, 101, 2, 103, 104, 0]
-    assert merged.routing.valid_T.tolist() == [True] * 5 + [False]
+    ids_TLK, known_T = packed(first, second)
+    assert ids_TLK[:, 1, 1].tolist() == [0, 101, 2, 103, 104, 0]
+    assert known_T.tolist() == [True] * 5 + [False]
+
+
+def test_rows_beyond_the_sample_are_left_out():
+    ids_TLK, known_T = packed(turn([1, 2], [3], routing=rows(0, 9)))
+    assert known_T.tolist() == [True] * 3
+    assert ids_TLK[:, 0, 0].tolist() == [0, 1, 2]
 
 
 def test_a_turn_without_routing_leaves_its_rows_unknown_and_a_dense_model_has_none():
     first, second = turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6], routing=rows(3, 5))
-    (merged,) = rollout_samples(rollout(first, second), 1.0)
-    assert merged.routing is not None
-    assert merged.routing.valid_T.tolist() == [False, False, False, True, True, False]
-    (dense,) = rollout_samples(rollout(first), 1.0)
-    assert dense.routing is None
+    _, known_T = packed(first, second)
+    assert known_T.tolist() == [False, False, False, True, True, False]
+    assert packed(first) == (None, None)
+
+
+def packed(*turns):
+    """Routing rows of the one row that these turns make."""
+    (row,) = pack(rollout_samples(rollout(*turns), 1.0), 64)
+    return row.routing_TLK, row.routing_valid_T
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), min_size=1, max_size=6))

@@ -93,6 +93,10 @@ async def test_what_is_not_a_json_object_is_a_400(served, body):
     assert await lives(served)
 
 
+def encoded(*args) -> bytes:
+    return b"".join(encode(*args))
+
+
 def bad_wire_messages() -> dict[str, bytes]:
     good = encode_request(GenerateRequest("a", np.array([1], np.int32), Sampling()))
     sampling = msgspec.to_builtins(Sampling())
@@ -103,18 +107,18 @@ def bad_wire_messages() -> dict[str, bytes]:
         "text": b"hello",
         "truncated": good[:-1],
         "flipped": good[:-20] + bytes([good[-20] ^ 1]) + good[-19:],
-        "another kind": encode("completion", meta, prompt),
-        "no prompt": encode("generate_request", meta, {}),
-        "no meta": encode("generate_request", {}, prompt),
-        "unknown sampling field": encode("generate_request", {**meta, "sampling": {**sampling, "tepid": 1}}, prompt),
-        "sampling is text": encode("generate_request", {**meta, "sampling": "hot"}, prompt),
-        "temperature is text": encode("generate_request", {**meta, "sampling": {**sampling, "temperature": "hot"}}, prompt),
-        "max_tokens is a float": encode("generate_request", {**meta, "sampling": {**sampling, "max_tokens": 1.5}}, prompt),
-        "seed is text": encode("generate_request", {**meta, "sampling": {**sampling, "seed": "x"}}, prompt),
-        "stop is numbers": encode("generate_request", {**meta, "sampling": {**sampling, "stop": [1]}}, prompt),
-        "id is a number": encode("generate_request", {**meta, "id": 5}, prompt),
-        "prompt of floats": encode("generate_request", meta, {"prompt": np.array([1.5], np.float32)}),
-        "prompt of two dimensions": encode("generate_request", meta, {"prompt": np.array([[1]], np.int32)}),
+        "another kind": encoded("completion", meta, prompt),
+        "no prompt": encoded("generate_request", meta, {}),
+        "no meta": encoded("generate_request", {}, prompt),
+        "unknown sampling field": encoded("generate_request", {**meta, "sampling": {**sampling, "tepid": 1}}, prompt),
+        "sampling is text": encoded("generate_request", {**meta, "sampling": "hot"}, prompt),
+        "temperature is text": encoded("generate_request", {**meta, "sampling": {**sampling, "temperature": "hot"}}, prompt),
+        "max_tokens is a float": encoded("generate_request", {**meta, "sampling": {**sampling, "max_tokens": 1.5}}, prompt),
+        "seed is text": encoded("generate_request", {**meta, "sampling": {**sampling, "seed": "x"}}, prompt),
+        "stop is numbers": encoded("generate_request", {**meta, "sampling": {**sampling, "stop": [1]}}, prompt),
+        "id is a number": encoded("generate_request", {**meta, "id": 5}, prompt),
+        "prompt of floats": encoded("generate_request", meta, {"prompt": np.array([1.5], np.float32)}),
+        "prompt of two dimensions": encoded("generate_request", meta, {"prompt": np.array([[1]], np.int32)}),
     }
 
 

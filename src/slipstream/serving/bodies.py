@@ -1,0 +1,42 @@
+"""HTTP bodies of any size without standing in the loop's way: a long rollout's answer carries tens of megabytes of routing rows.
+
+asyncio keeps what a socket does not take at once, and moves it for every piece that leaves: so a large body is handed over in pieces, each
+when the one before has gone. Reading fills one buffer instead of joining thousands of pieces at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from aiohttp import ClientResponse, web
+
+PIECE_BYTES = 1 << 18
+
+
+async def send_body(request: web.Request, pieces: Sequence[bytes | memoryview], content_type: str) -> web.StreamResponse:
+    """Answer with 200 and these pieces, end to end."""
+    size = sum(map(len, pieces))
+    if size <= PIECE_BYTES:
+        return web.Response(body=b"".join(pieces), content_type=content_type)
+    response = web.StreamResponse(headers={"Content-Type": content_type})
+    response.content_length = size
+    await response.prepare(request)
+    for piece in map(memoryview, pieces):
+        for start in range(0, len(piece), PIECE_BYTES):
+            await response.write(piece[start : start + PIECE_BYTES])
+    await response.write_eof()
+    return response
+
+
+async def read_body(response: ClientResponse) -> bytes | memoryview:
+    """The whole body. Raises aiohttp.ClientPayloadError when the connection ends before it does."""
+    size = response.content_length
+    if size is None or size <= PIECE_BYTES:
+        return await response.read()
+    buffer = memoryview(np.empty(size, np.uint8))  # its memory comes when it is written to, not all at once
+    filled = 0
+    async for piece in response.content.iter_any():
+        buffer[filled : filled + len(piece)] = piece
+        filled += len(piece)
+    return buffer
