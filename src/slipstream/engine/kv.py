@@ -140,7 +140,7 @@ class KvCache:
         return (self.keys[layer], self.values[layer], *index)
 
     def rows(self, blocks: np.ndarray, start: int, end: int) -> np.ndarray:
-        """[end - start, L, K]: routing rows of these positions of the sequence that holds `blocks`. Copied block by block, not row by row."""
+        """[end - start, L, K]: routing rows of these positions of the sequence that holds `blocks`. Copied by the block, not by the row."""
         first, last = start // self.block_tokens, -(-end // self.block_tokens)
         by_block = self.routing.reshape(self.num_blocks, self.block_tokens, *self.routing.shape[1:])
         rows = by_block[blocks[first:last]].reshape(-1, *self.routing.shape[1:])

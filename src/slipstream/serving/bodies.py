@@ -34,7 +34,7 @@ async def read_body(response: ClientResponse) -> bytes | memoryview:
     size = response.content_length
     if size is None or size <= PIECE_BYTES:
         return await response.read()
-    buffer = memoryview(np.empty(size, np.uint8))  # its memory comes when it is written to, not all at once
+    buffer = np.empty(size, np.uint8).data  # its memory comes when it is written to, not all at once
     filled = 0
     async for piece in response.content.iter_any():
         buffer[filled : filled + len(piece)] = piece

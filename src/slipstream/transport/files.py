@@ -25,7 +25,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_durably(path: Path, *pieces: bytes | memoryview) -> None:
-    """Write the pieces end to end and fsync `path` in place. For a file that gets its final name by `publish_file` or a folder rename later."""
+    """Write the pieces end to end and fsync `path` in place.
+
+    For a file that gets its final name by `publish_file` or a folder rename later.
+    """
     with naming(path), open(path, "wb") as file:
         file.writelines(pieces)
         file.flush()

@@ -41,16 +41,17 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # dtype.name is compu
 
 
 def encode(kind: str, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray], compress: Collection[str] = ()) -> Pieces:
-    """One message, in pieces that lie end to end; those of large arrays are the arrays' own memory. `meta` holds plain msgpack values; `arrays` may be of any shape, in the dtypes of `_DTYPES`.
+    """One message, in pieces that lie end to end; those of large arrays are the arrays' own memory.
 
-    Arrays named in `compress` are compressed where that is worth it.
+    `meta` holds plain msgpack values; `arrays` may be of any shape, in the dtypes of `_DTYPES`. Those named in `compress` are compressed
+    where that is worth it.
     """
     table, chunks, offset = [], [], 0
     for name, array in arrays.items():
         dtype = _NAMES.get(array.dtype)
         if dtype is None:
             raise WireError(f"{kind}: array {name!r} has dtype {array.dtype}; expected one of {sorted(_DTYPES)}")
-        raw = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # no copy
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data  # no copy
         packed = _compressed(raw) if name in compress else None
         chunk = raw if packed is None else packed
         table.append([name, dtype, list(array.shape), offset, len(chunk), packed is not None])
