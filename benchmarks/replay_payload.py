@@ -142,7 +142,7 @@ async def pass_through(rollouts: int, tokens: int, layers: int, top_k: int, in_f
 
 async def consume(url: str, rollouts: int, tokens: int, in_flight: int) -> dict[str, Any]:
     """Each rollout becomes a batch of its own on disk, and is then forgotten."""
-    gate, begun = asyncio.Semaphore(in_flight), time.perf_counter()
+    gate, shipping, begun = asyncio.Semaphore(in_flight), asyncio.Lock(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         trainer, task = FolderTrainer(Path(folder)), Task("e/train/0", "e", 0)
         prompt_T, sampling = np.zeros(1, np.int32), Sampling(max_tokens=tokens)
@@ -153,12 +153,14 @@ async def consume(url: str, rollouts: int, tokens: int, in_flight: int) -> dict[
                 turns = (Turn(prompt_T, completion, sampling),)
                 rollout = Rollout(f"r{number}", task, "g", Outcome.completed, turns, reward=1.0)
                 samples = rollout_samples(rollout, 1.0)
-                batch = await off_loop(routing_bytes(samples), lambda: make_batch(number, samples, tokens + 1, {}))
-                await trainer.stage(batch)
-                trainer.discard(number)
+                async with shipping:  # the orchestrator ships one batch after the other
+                    batch = await off_loop(routing_bytes(samples), lambda: make_batch(number, samples, tokens + 1, {}))
+                    await trainer.stage(batch)
+                    await asyncio.to_thread(trainer.discard, number)
                 print(f"{number}/{rollouts} rollouts", end="\r", flush=True)
 
         async with HttpEngine(url) as engine:
+            gc.freeze()  # as the orchestrator does
             ticks = Ticker()
             await asyncio.gather(*(one(engine, 1 + i) for i in range(rollouts)))
             assert batch_path(Path(folder), 1).parent.exists()
@@ -221,7 +223,6 @@ class Ticker:
     """How late the running event loop is, while other things run on it."""
 
     def __init__(self) -> None:
-        gc.collect()
         self._late_s: list[float] = []
         self._task = asyncio.get_running_loop().create_task(self._tick())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import json
 import logging
 import os
@@ -95,6 +96,7 @@ async def serving(
     Raises ConfigError when the port is taken.
     """
     tokenizer = ChatTokenizer.load(model_folder, need_template=False)
+    gc.freeze()  # a full pass of the garbage collector over everything that torch brings holds all requests up for 50 ms
     app = make_app(driver, tokenizer, token, model_folder.resolve().name)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=3600, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()

@@ -10,6 +10,7 @@ Everything else is an exception, after the trainer was told. Knows no algorithm:
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 import time
@@ -70,6 +71,7 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
         envs = tuple(_watched(bound, watchdog.seen) for bound in _bind_envs(config, engine, ledger.last_state()))
         parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _WithMemory(metrics), time.time)
         beating = asyncio.create_task(_beat(watchdog, min(1.0, config.orchestrator.max_freeze_s / 4)))
+        gc.freeze()  # nothing that is here already will be garbage: a full pass over it would hold the loop up for tens of milliseconds
         run = asyncio.create_task(Orchestrator(config, parts).run(), name="run")
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, _cancel_once(run))
