@@ -618,8 +618,9 @@ ROUTER = (
     ),
     Metric(
         "router/rejections/<reason>",
-        "Requests that ended without an answer, by reason: full (`router.max_waiting`), busy (every replica's queue is full), unavailable "
-        "(none was ready within `router.patience_s`), given_up (failed four times), refused (it can never succeed), cancelled (by its caller).",
+        "Requests that ended without an answer, by reason: full (`router.max_waiting`), busy (the queue of every replica is full), "
+        "unavailable (none was ready within `router.patience_s`), given_up (it failed four times), refused (it can never succeed), "
+        "cancelled (by its caller).",
         "1",
         "none but cancelled, which stale and cut rollouts cause",
         "The error of the rollout names the replica and the reason.",

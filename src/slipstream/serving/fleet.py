@@ -154,9 +154,13 @@ class Fleet:
 
     def _recovered(self, replica: Replica, task: asyncio.Task[None]) -> None:
         del self._recovering[replica]
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
             self.last_error = f"{replica.name}: {type(error).__name__}: {error}"
             log.error("recovery of %s failed", replica.name, exc_info=error)
+        else:
+            self._recover_all()  # it may have gone down again before this call
         self.wake()
 
     async def _woken(self) -> None:
@@ -176,6 +180,7 @@ class Fleet:
             if self.now() - self._looked_s >= FIND_EVERY_S or not self._replicas:
                 await self._find()
             await self._let_go()
+            self._recover_all()
             await asyncio.gather(*(self._check(replica) for replica in self.replicas if replica.up))
             self._keep_out_the_slow()
             await asyncio.sleep(self._config.health_interval_s)

@@ -45,31 +45,28 @@ class PrefixIndex:
         found.update((name, len(keys)) for name in self._names(holders))
         return found
 
-    def last_uses(self, replica: str, keys: Sequence[bytes]) -> list[int]:
-        """When each was last used there; 0 for what is not there."""
-        held = self._held.get(replica, {})
-        return [held.get(key, 0) for key in keys]
-
-    def use(self, replica: str, keys: Sequence[bytes], capacity: int, certain: bool) -> None:
+    def use(self, replica: str, keys: Sequence[bytes], capacity: int, certain: bool) -> list[int]:
         """The replica uses these blocks now. `certain`: they are there; otherwise they will be when the request has been computed.
 
-        The last block of a prefix counts as used longest ago: engines give up the tail of a sequence before the head, which others share.
+        Returns when each was last used there before, 0 for what was not there. The last block of a prefix counts as used longest ago:
+        engines give up the tail of a sequence before the head, which others share.
         """
         if replica not in self._held:
             self._bit[replica] = bit = self._free_bit()
             self._name[bit] = replica
             self._held[replica] = OrderedDict()
-        held, bit = self._held[replica], self._bit[replica]
+        held, bit, holders = self._held[replica], self._bit[replica], self._holders
         self._uses += 1
-        for key in reversed(keys):
-            before = held.get(key, 0)
-            held[key] = self._uses if certain or before > 0 else -self._uses
-            if before:
+        now, before = self._uses, [held.get(key, 0) for key in keys]
+        for key, last in zip(reversed(keys), reversed(before), strict=True):
+            held[key] = now if certain or last > 0 else -now
+            if last:
                 held.move_to_end(key)
             else:
-                self._holders[key] = self._holders.get(key, 0) | bit
+                holders[key] = holders.get(key, 0) | bit
         while len(held) > capacity:
             self._drop(held.popitem(last=False)[0], bit)
+        return before
 
     def reclaimed(self, replica: str, last_use: int) -> None:
         """A block last used then was not there: neither is what was used before it."""

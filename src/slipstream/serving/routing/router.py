@@ -11,7 +11,7 @@ connections or retries. Replicas go by name.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -24,9 +24,9 @@ from slipstream.serving.keys import extend_keys
 from slipstream.serving.routing.load import ENOUGH_ANSWERS, Load
 from slipstream.serving.routing.policies import View, make_policy
 from slipstream.serving.routing.prefixes import PrefixIndex
+from slipstream.serving.routing.sessions import Sessions
 from slipstream.types import Completion, EngineState, GenerateRequest
 
-REMEMBERED_SESSIONS = 65536
 BLOCK_TOKENS = 16
 """Until an engine says how large its blocks are."""
 
@@ -71,7 +71,7 @@ class Router:
         self._config = config
         self._policy = make_policy(config)
         self._index = PrefixIndex()
-        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._sessions = Sessions()
         self._loads: dict[str, Load] = {}
         self._states: dict[str, EngineState] = {}
         self._block_tokens = BLOCK_TOKENS
@@ -97,17 +97,16 @@ class Router:
         """Decide among `usable` (not empty) and book it. `away(name)`: why a replica is not usable, for the count of moves."""
         started = perf_counter()
         held = self._index.match(ask.keys[: (ask.prompt_tokens - 1) // self._block_tokens])
-        home = self._homes.get(ask.session)
+        home = self._sessions.home(ask.session)
         if home is not None and home in usable and self._config.sticky and self._config.policy != "kv_aware":
             name, reason = home, "home"
         else:
-            choice = self._policy.choose(ask.session, ask.prompt_tokens, self._views(usable, held, home, now))
+            choice = self._policy.choose(ask.session, ask.prompt_tokens, self._views(ask.session, usable, held, now))
             name, reason = usable[choice.index], choice.reason
         self.decisions[reason] += 1
         self.requests[name] += 1
         if home is not None and name != home:
             self.moves[reason if home in usable else away(home)] += 1
-        self._remember(ask.session, name)
         sent = self._book(ask, name, held.get(name, 0), now)
         self.decision_s += perf_counter() - started
         return sent
@@ -145,6 +144,7 @@ class Router:
     def restarted(self, name: str) -> None:
         """Its cache is empty and its speed unknown."""
         self._index.forget(name)
+        self._sessions.forget(name)
         self._states.pop(name, None)
         self._load(name).reset()
 
@@ -175,21 +175,22 @@ class Router:
 
     # ---- inside ----
 
-    def _views(self, usable: Sequence[str], held: dict[str, int], home: str | None, now: float) -> list[View]:
+    def _views(self, session: str, usable: Sequence[str], held: dict[str, int], now: float) -> list[View]:
         newest = max((state.live_version for state in self._states.values()), default=0)
-        views, size = [], self._block_tokens
+        views, size, home = [], self._block_tokens, self._sessions.home(session)
         for name in usable:
             load, state = self._load(name), self._states.get(name, _UNKNOWN)
             behind = newest - state.live_version if name in self._states else 0
             mine = self._config.sticky and name == home
             tokens = held.get(name, 0) * size
-            views.append(View(name, load.requests, load.look(now), tokens, state.waiting, state.kv_used_frac, behind, mine))
+            kv = max(state.kv_used_frac, self._sessions.resident(name, session) / (self._capacity(name) * size))
+            views.append(View(name, load.requests, load.look(now), tokens, state.waiting, kv, behind, mine))
         return views
 
     def _book(self, ask: Ask, name: str, held_blocks: int, now: float) -> Sent:
         held = held_blocks * self._block_tokens
-        last_uses = self._index.last_uses(name, ask.keys[:held_blocks])
-        self._index.use(name, ask.keys, self._capacity(name), certain=False)
+        last_uses = self._index.use(name, ask.keys, self._capacity(name), certain=False)[:held_blocks]
+        self._sessions.placed(ask.session, name, ask.prompt_tokens, held, now)
         place = self._load(name).sent(ask.prompt_tokens - held, now)
         return Sent(name, ask, held, last_uses, place, now)
 
@@ -204,12 +205,6 @@ class Router:
         told = self._states.get(name, _UNKNOWN).kv_tokens
         tokens = min(told, self._config.index_tokens) if told else self._config.index_tokens
         return max(1, tokens // self._block_tokens)
-
-    def _remember(self, session: str, name: str) -> None:
-        self._homes[session] = name
-        self._homes.move_to_end(session)
-        if len(self._homes) > REMEMBERED_SESSIONS:
-            self._homes.popitem(last=False)
 
     def _load(self, name: str) -> Load:
         return self._loads.setdefault(name, Load())
