@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
-from benchmarks._router_trace import VOCAB
 
+from benchmarks._router_trace import VOCAB
 from slipstream.engine.scheduler import Plan, Scheduler
 from slipstream.engine.sequence import Sequence as Running
 from slipstream.engine.sequence import SlotTable
@@ -101,7 +101,17 @@ class ModelledEngine:
             sampled_N = sequence.tokens_T[sequence.prompt_tokens :].copy()
             versions = ((0, len(sampled_N)),) if len(sampled_N) else ()
             completions.append(
-                Completion(sequence.id, sampled_N, np.zeros(len(sampled_N), np.float32), versions, reason, None, sequence.cached_tokens, 0, sequence.timings(now))
+                Completion(
+                    sequence.id,
+                    sampled_N,
+                    np.zeros(len(sampled_N), np.float32),
+                    versions,
+                    reason,
+                    None,
+                    sequence.cached_tokens,
+                    0,
+                    sequence.timings(now),
+                )
             )
         return completions
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
 from benchmarks._router_engine import Costs, ModelledEngine
 from benchmarks._router_trace import Session
-
 from slipstream.config.router import RouterConfig
 from slipstream.serving.routing.router import Router, Sent
 from slipstream.types import Completion, GenerateRequest, Sampling
@@ -29,9 +29,7 @@ class Simulation:
     def __init__(self, sessions: Sequence[Session], replicas: int, costs: Costs, config: RouterConfig):
         self.now = 0.0
         self.router = Router(config)
-        self.engines = {
-            f"engine-{i}": ModelledEngine(costs, pause=lambda seconds: None, clock=lambda: self.now) for i in range(replicas)
-        }
+        self.engines = {f"engine-{i}": ModelledEngine(costs, pause=lambda seconds: None, clock=lambda: self.now) for i in range(replicas)}
         self._names = list(self.engines)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-VOCAB = 1000
+VOCAB = 300
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ def make_trace(shape: TraceShape, seed: int, max_context: int) -> list[Session]:
     now = 0.0
     while len(sessions) < shape.sessions:
         for _ in range(shape.groups_a_burst):
-            first_T = np.concatenate([systems[rng.integers(shape.systems)], rng.integers(1, VOCAB, _length(rng, shape.task_tokens, 0.5), np.int32)])
+            first_T = np.concatenate(
+                [systems[rng.integers(shape.systems)], rng.integers(1, VOCAB, _length(rng, shape.task_tokens, 0.5), np.int32)]
+            )
             for _ in range(shape.group):
                 sessions.append(_session(f"s{len(sessions)}", now + float(rng.uniform(0, 0.2)), first_T, shape, rng, max_context))
         now += float(rng.exponential(1 / shape.bursts_a_second))

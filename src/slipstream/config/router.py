@@ -16,15 +16,17 @@ class RouterWeights(Section):
     """For each prompt token that the replica does not hold."""
     pending: float = Field(default=1.0, ge=0)
     """For each prompt token that was sent there and is presumably not computed yet."""
-    requests: float = Field(default=32.0, ge=0)
+    requests: float = Field(default=64.0, ge=0)
     """For each request in flight there."""
     waiting: float = Field(default=0.0, ge=0)
     """For each request that waited in the replica's own queue when it last said so."""
+    resident: float = Field(default=16000.0, ge=0)
+    """For what the contexts of its sessions take of its KV cache (0: nothing, 1: all), by the router's own books."""
     kv: float = Field(default=0.0, ge=0)
-    """For KV use (0 to 1) when it last said so."""
+    """For KV use (0 to 1) when it last said so. 0, as that is up to router.health_interval_s old: a whole burst would follow it."""
     behind: float = Field(default=4096.0, ge=0)
     """For each policy version that it is behind the newest."""
-    stay: float = Field(default=256.0, ge=0)
+    stay: float = Field(default=1024.0, ge=0)
     """Taken off the cost of the replica that served the session last: small differences move nobody."""
 
 

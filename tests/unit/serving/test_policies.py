@@ -13,7 +13,7 @@ from slipstream.serving.routing.policies import ConsistentHash, KvAware, LeastLo
 
 NAMES = [f"engine-{i}" for i in range(5)]
 views_of = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4000), st.integers(0, 64), st.floats(0, 1)), min_size=1, max_size=8).map(
-    lambda rows: [View(f"engine-{i}", requests, pending, 16 * held, 0, kv) for i, (requests, pending, held, kv) in enumerate(rows)]
+    lambda rows: [View(f"engine-{i}", requests, pending, 16 * held, 0, kv, kv) for i, (requests, pending, held, kv) in enumerate(rows)]
 )
 
 
@@ -68,13 +68,13 @@ def test_least_loaded_takes_the_fewest_requests():
 
 
 def test_the_cost_of_a_replica_is_the_weighted_sum_of_what_is_known_of_it():
-    weights = RouterWeights(prefix=2, pending=3, requests=5, waiting=7, kv=11, behind=13, stay=17)
-    view = View("a", requests=1, pending=10, held=60, waiting=2, kv_used_frac=0.5, behind=3, home=True)
-    assert KvAware(weights).cost(100, view) == 2 * 40 + 3 * 10 + 5 * 1 + 7 * 2 + 11 * 0.5 + 13 * 3 - 17
+    weights = RouterWeights(prefix=2, pending=3, requests=5, waiting=7, resident=19, kv=11, behind=13, stay=17)
+    view = View("a", requests=1, pending=10, held=60, waiting=2, resident_frac=2, kv_used_frac=0.5, behind=3, home=True)
+    assert KvAware(weights).cost(100, view) == 2 * 40 + 3 * 10 + 5 * 1 + 7 * 2 + 19 * 2 + 11 * 0.5 + 13 * 3 - 17
 
 
 def test_a_prefix_wins_until_the_load_of_its_replica_costs_more_than_computing_it_again():
-    chooser = KvAware(RouterWeights(prefix=1, pending=1, requests=0, kv=0, stay=0))
+    chooser = KvAware(RouterWeights(prefix=1, pending=1, requests=0, resident=0, stay=0))
 
     def choose(pending):
         return chooser.choose("s", 1000, [View("holds it", held=960, pending=pending), View("idle")])

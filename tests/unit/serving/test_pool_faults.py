@@ -6,7 +6,6 @@ import asyncio
 import random
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -160,7 +159,7 @@ async def test_more_waiting_requests_than_allowed_are_refused_with_the_bound_and
     m = machine(1, max_waiting=2)
     waiting = [asyncio.create_task(m.pool.generate(ask(f"s{i}/0"))) for i in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(RouterFull, match="router.max_waiting = 2"):
+    with pytest.raises(RouterFull, match=r"router\.max_waiting = 2"):
         await m.pool.generate(ask("s2/0"))
     assert issubclass(RouterFull, EngineBusy) and m.pool.metrics()["router/requests/waiting"] == 2
     m.start(0, version=0)

@@ -37,9 +37,7 @@ def answer(router: Router, sent: Sent, cached: int | None = None, sampled: int =
     cached = sent.held if cached is None else cached
     tokens_N = np.full(sampled, 7, np.int32)
     timings = Timings(0.0, prefill_s, 0.0)
-    router.answered(
-        sent, Completion("x", tokens_N, np.zeros(sampled, np.float32), ((0, sampled),), "stop", None, cached, 0, timings), now
-    )
+    router.answered(sent, Completion("x", tokens_N, np.zeros(sampled, np.float32), ((0, sampled),), "stop", None, cached, 0, timings), now)
     router.ended(sent)
 
 
@@ -82,7 +80,7 @@ def test_a_session_whose_replica_is_away_goes_elsewhere_stays_there_and_the_reas
 
 
 def test_rollouts_of_one_group_go_where_the_prompt_is_going_already():
-    router = make(weights=RouterWeights(pending=0.5, kv=0))
+    router = make(weights=RouterWeights(pending=0.5, requests=1, resident=0))
     first, second = send(router, ask("g/0/0", 1000)), send(router, ask("g/1/0", 1000))
     assert second.replica == first.replica and (first.held, second.held) == (0, 992)
 
@@ -140,7 +138,7 @@ def test_a_replica_is_not_believed_to_hold_more_than_it_says_that_it_can():
 
 
 def test_new_sessions_avoid_replicas_that_are_full_of_other_sessions():
-    router = make(weights=RouterWeights(kv=16384))
+    router = make()
     big = send(router, ask("big/0", 3200, seed=1))
     answer(router, big, now=1.0)
     placed = {send(router, ask(f"s{i}/0", 160, seed=10 + i), now=2.0).replica for i in range(6)}

@@ -33,6 +33,8 @@ class View:
     held: int = 0
     """Leading prompt tokens that it presumably has in its KV cache."""
     waiting: int = 0
+    resident_frac: float = 0.0
+    """What the contexts of its sessions take of its KV cache; above 1 when they do not fit."""
     kv_used_frac: float = 0.0
     behind: int = 0
     """Policy versions behind the newest."""
@@ -113,6 +115,7 @@ class KvAware:
             + w.pending * view.pending
             + w.requests * view.requests
             + w.waiting * view.waiting
+            + w.resident * view.resident_frac
             + w.kv * view.kv_used_frac
             + w.behind * view.behind
             - w.stay * view.home

@@ -183,8 +183,9 @@ class Router:
             behind = newest - state.live_version if name in self._states else 0
             mine = self._config.sticky and name == home
             tokens = held.get(name, 0) * size
-            kv = max(state.kv_used_frac, self._sessions.resident(name, session) / (self._capacity(name) * size))
-            views.append(View(name, load.requests, load.look(now), tokens, state.waiting, kv, behind, mine))
+            resident = self._sessions.resident(name, session) / (self._capacity(name) * size)
+            pending = load.look(now)
+            views.append(View(name, load.requests, pending, tokens, state.waiting, resident, state.kv_used_frac, behind, mine))
         return views
 
     def _book(self, ask: Ask, name: str, held_blocks: int, now: float) -> Sent:
