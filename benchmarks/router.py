@@ -2,9 +2,9 @@
 
     sim64       virtual time, three seeds: the real router and, in each of 64 replicas, the embedded engine's real scheduler, block pool and
                 prefix cache; the model's arithmetic is a cost (`Costs`). No sockets, so nothing of this machine is in the figures.
-    http4       wall time: 4 processes with the same engine, whose steps sleep, behind the real server; the real EnginePool over HTTP.
+    http4       wall time, one seed: 4 processes with the same engine, whose steps sleep, behind the real server; the real EnginePool over HTTP.
                 Real: sockets, routing, scheduling, caching. Not real: the arithmetic and its time.
-    embedded4   wall time: 4 real embedded engines with a tiny MoE. Everything is real; the processes share the cores of this machine,
+    embedded4   wall time, one seed: 4 real embedded engines with a tiny MoE. Everything is real; the processes share the cores of this machine,
                 so the hit rates say something and the times say how busy it was.
 
 The policies place the first turn of a session and later turns stay (sticky, as in a run), except those called '..._each', which place
@@ -57,15 +57,16 @@ POLICIES = {
     "two_choices_each": RouterConfig(policy="two_choices", sticky=False),
     "round_robin_each": RouterConfig(policy="round_robin", sticky=False),
 }
+LIVE_POLICIES = ("kv_aware", "consistent_hash", "least_loaded", "two_choices", "round_robin", "round_robin_each")
 SEEDS = (0, 1, 2)
 SIM_REPLICAS, HTTP_REPLICAS = 64, 4
-SIM_COSTS = Costs(kv_tokens=40 * 1024)
-SIM_TRACE = TraceShape(sessions=256, groups_a_burst=4, bursts_a_second=0.4)
+SIM_COSTS = Costs(step_s=0.05, kv_tokens=28 * 1024)
+SIM_TRACE = TraceShape(sessions=192, groups_a_burst=4, bursts_a_second=0.4, output_tokens=12)
 HTTP_COSTS = Costs(step_s=0.01, kv_tokens=56 * 1024)
-HTTP_TRACE = TraceShape(sessions=32, groups_a_burst=1, bursts_a_second=0.5, output_tokens=12, think_s=0.3)
+HTTP_TRACE = TraceShape(sessions=32, groups_a_burst=1, bursts_a_second=1.0, output_tokens=12, think_s=0.15)
 TINY_CONTEXT = 2048
 TINY_TRACE = TraceShape(
-    sessions=32, groups_a_burst=1, bursts_a_second=0.5, system_tokens=192, task_tokens=96, tool_tokens=16, output_tokens=8, think_s=0.3
+    sessions=32, groups_a_burst=1, bursts_a_second=1.0, system_tokens=192, task_tokens=96, tool_tokens=16, output_tokens=8, think_s=0.15
 )
 TINY = EngineConfig(kv_memory_mib=8, max_running=32, block_tokens=16)
 COLUMNS = ("setting", "policy", "seed", "requests", "hit_rate", "predicted", "ttft_p50_s", "ttft_p99_s", "spread", "moves", "decision_us")
@@ -143,7 +144,7 @@ def measure(setting: str, quick: bool) -> list[dict[str, Any]]:
     shape, context = (HTTP_TRACE, HTTP_COSTS.seq_len - 64) if setting == "http4" else (TINY_TRACE, TINY_CONTEXT - 64)
     if quick:
         shape = replace(shape, sessions=8, turns=(2, 3))
-    names = ("kv_aware", "round_robin_each") if quick else tuple(POLICIES)
+    names = ("kv_aware", "round_robin_each") if quick else LIVE_POLICIES
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"

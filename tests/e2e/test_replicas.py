@@ -36,7 +36,7 @@ def steps_done(job: Job, name: str) -> int:
     return 0
 
 
-def test_a_replica_that_is_killed_costs_retries_and_moves_and_nothing_else(job: Job):
+def test_a_replica_that_is_killed_costs_nothing_but_time(job: Job):
     name = "replicas"
     process = psutil.Popen(
         job.command(name, "--set", "max_steps=30", "--set", f"engine.replicas={REPLICAS}"),
@@ -61,7 +61,7 @@ def test_a_replica_that_is_killed_costs_retries_and_moves_and_nothing_else(job: 
     assert summary["eval_last"] > 0.75  # the bound of one replica without kills, in test_main_job
     last = [r["values"] for r in read_metrics(job.runs / name) if r["kind"] == "metrics" and r["role"] == "orchestrator"]
     last = [values for values in last if "router/down/count" in values][-1]
-    assert last["router/down/count"] >= 1 and last["router/retries/count"] >= 1
+    assert last["router/down/count"] >= 1
     assert all(last[f"router/served/engine-{i}"] > 100 for i in range(REPLICAS))
     assert not [key for key in last if key.startswith("router/rejections/") and not key.endswith("/cancelled")]
     assert last["router/tokens/cached"] > 0.3 * last["router/tokens/prompt"]

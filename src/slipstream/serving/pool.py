@@ -81,9 +81,9 @@ class EnginePool:
         ask, busy, sends = self.router.ask(request), set[str](), 0
         while True:
             replica, sent, probe = await self._take(ask, busy)
-            ok: bool | None = None
+            engine, ok = replica.engine, None
             try:
-                completion = await replica.engine.generate(request)
+                completion = await engine.generate(request)
                 ok = True
                 self.router.answered(sent, completion, self.fleet.now())
                 return completion
@@ -92,7 +92,8 @@ class EnginePool:
                 if not self._usable(busy):
                     _reject("busy", error)
             except EngineUnavailable as error:
-                self.fleet.failed(replica, error, probe)
+                if engine is replica.engine:  # otherwise another process has taken its place: this one has failed nobody
+                    self.fleet.failed(replica, error, probe)
                 sends += 1
                 if sends == MOST_SENDS:
                     _reject("given_up", error)

@@ -12,8 +12,8 @@ connections or retries. Replicas go by name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
@@ -59,6 +59,16 @@ class Sent:
     sent_s: float
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is known of one replica."""
+
+    capacity: int
+    """Blocks."""
+    load: Load = field(default_factory=Load)
+    state: EngineState | None = None
+
+
 def session_of(request_id: str) -> str:
     """Of 'rollout/turn', the rollout."""
     return request_id.rpartition("/")[0] or request_id
@@ -72,8 +82,7 @@ class Router:
         self._policy = make_policy(config)
         self._index = PrefixIndex()
         self._sessions = Sessions()
-        self._loads: dict[str, Load] = {}
-        self._states: dict[str, EngineState] = {}
+        self._known: dict[str, _Known] = {}
         self._block_tokens = BLOCK_TOKENS
         self.decisions: Counter[str] = Counter()
         self.moves: Counter[str] = Counter()
@@ -116,46 +125,48 @@ class Router:
         ask, size = sent.ask, self._block_tokens
         self.tokens.update(prompt=ask.prompt_tokens, predicted=sent.held, cached=completion.cached_tokens)
         computed = ask.prompt_tokens - completion.cached_tokens
-        self._load(sent.replica).answered(
+        self._at(sent.replica).load.answered(
             sent.place, computed, completion.timings.prefill_s, len(completion.tokens_N), now - sent.sent_s, now
         )
         missing = completion.cached_tokens // size
         if completion.cached_tokens < sent.held and missing < len(sent.last_uses) and (last := sent.last_uses[missing]) > 0:
             self._index.reclaimed(sent.replica, last)
-        self._index.use(sent.replica, self._keys_after(ask, completion), self._capacity(sent.replica), certain=True)
+        self._index.use(sent.replica, self._keys_after(ask, completion), self._at(sent.replica).capacity, certain=True)
 
     def ended(self, sent: Sent) -> None:
         """It is no longer in flight, however it ended."""
-        self._load(sent.replica).ended()
+        self._at(sent.replica).load.ended()
 
     # ---- replicas ----
 
     def observe(self, name: str, state: EngineState) -> None:
         """What a replica says about itself."""
-        before = self._states.get(name)
-        if before is not None and state.uptime_s < before.uptime_s:
+        known = self._at(name)
+        if known.state is not None and state.uptime_s < known.state.uptime_s:
             self.restarted(name)
-        self._states[name] = state
+        known.state = state
         if state.block_tokens and state.block_tokens != self._block_tokens:
             self._block_tokens = state.block_tokens
-            for known in self._loads:
-                self._index.forget(known)
+            for other in self._known:
+                self._index.forget(other)
+        known.capacity = self._capacity(state.kv_tokens)
 
     def restarted(self, name: str) -> None:
         """Its cache is empty and its speed unknown."""
         self._index.forget(name)
         self._sessions.forget(name)
-        self._states.pop(name, None)
-        self._load(name).reset()
+        known = self._at(name)
+        known.state = None
+        known.load.reset()
 
     def removed(self, name: str) -> None:
         """It is no longer part of the pool."""
         self.restarted(name)
-        self._loads.pop(name, None)
+        self._known.pop(name, None)
 
     def slow(self, usable: Sequence[str]) -> str | None:
         """A replica that takes `slow_factor` times the median time for a token; None when there is none, or too little is known."""
-        times = {name: self._load(name).token_s for name in usable if self._load(name).answers >= ENOUGH_ANSWERS}
+        times = {name: self._at(name).load.token_s for name in usable if self._at(name).load.answers >= ENOUGH_ANSWERS}
         if len(times) < 2 or 2 * len(times) < len(usable):
             return None
         worst = max(times, key=times.__getitem__)
@@ -164,35 +175,44 @@ class Router:
 
     def forgive(self, name: str) -> None:
         """Judge its speed afresh."""
-        self._load(name).answers = 0
+        self._at(name).load.answers = 0
 
     def in_flight(self, name: str) -> int:
-        return self._load(name).requests
+        return self._at(name).load.requests
 
     def pending(self, now: float) -> float:
         """Prompt tokens, over all replicas, that were sent and are presumably not computed yet."""
-        return sum(load.look(now) for load in self._loads.values())
+        return sum(known.load.look(now) for known in self._known.values())
 
     # ---- inside ----
 
-    def _views(self, session: str, usable: Sequence[str], held: dict[str, int], now: float) -> list[View]:
-        newest = max((state.live_version for state in self._states.values()), default=0)
-        views, size, home = [], self._block_tokens, self._sessions.home(session)
+    def _views(self, session: str, usable: Sequence[str], held: Mapping[str, int], now: float) -> list[View]:
+        home = self._sessions.home(session) if self._config.sticky else None
+        residents, size, views = self._sessions.residents(session), self._block_tokens, []
+        newest = max((known.state.live_version for known in self._known.values() if known.state is not None), default=0)
         for name in usable:
-            load, state = self._load(name), self._states.get(name, _UNKNOWN)
-            behind = newest - state.live_version if name in self._states else 0
-            mine = self._config.sticky and name == home
-            tokens = held.get(name, 0) * size
-            resident = self._sessions.resident(name, session) / (self._capacity(name) * size)
-            pending = load.look(now)
-            views.append(View(name, load.requests, pending, tokens, state.waiting, resident, state.kv_used_frac, behind, mine))
+            known = self._at(name)
+            load, state = known.load, known.state or _UNKNOWN
+            views.append(
+                View(
+                    name,
+                    load.requests,
+                    load.look(now),
+                    held.get(name, 0) * size,
+                    state.waiting,
+                    residents.get(name, 0) / (known.capacity * size),
+                    state.kv_used_frac,
+                    newest - state.live_version if known.state else 0,
+                    name == home,
+                )
+            )
         return views
 
     def _book(self, ask: Ask, name: str, held_blocks: int, now: float) -> Sent:
         held = held_blocks * self._block_tokens
-        last_uses = self._index.use(name, ask.keys, self._capacity(name), certain=False)[:held_blocks]
+        last_uses = self._index.use(name, ask.keys, self._at(name).capacity, certain=False)[:held_blocks]
         self._sessions.placed(ask.session, name, ask.prompt_tokens, held, now)
-        place = self._load(name).sent(ask.prompt_tokens - held, now)
+        place = self._at(name).load.sent(ask.prompt_tokens - held, now)
         return Sent(name, ask, held, last_uses, place, now)
 
     def _keys_after(self, ask: Ask, completion: Completion) -> list[bytes]:
@@ -201,14 +221,15 @@ class Router:
         extend_keys(keys, np.concatenate([ask.prompt_T, completion.tokens_N[:-1]]), ask.salt, self._block_tokens)
         return keys
 
-    def _capacity(self, name: str) -> int:
-        """Blocks."""
-        told = self._states.get(name, _UNKNOWN).kv_tokens
+    def _capacity(self, told: int) -> int:
+        """Blocks to remember of a replica that says it holds so many tokens (0: it does not say)."""
         tokens = min(told, self._config.index_tokens) if told else self._config.index_tokens
         return max(1, tokens // self._block_tokens)
 
-    def _load(self, name: str) -> Load:
-        return self._loads.setdefault(name, Load())
+    def _at(self, name: str) -> _Known:
+        if (known := self._known.get(name)) is None:
+            known = self._known[name] = _Known(self._capacity(0))
+        return known
 
 
 _UNKNOWN = EngineState(-1, "")

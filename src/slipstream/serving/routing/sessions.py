@@ -35,10 +35,12 @@ class Sessions:
         """The replica that got its last request."""
         return self._homes.get(session)
 
-    def resident(self, replica: str, but: str) -> int:
-        """Tokens of context of the active sessions there, without the session `but` and without what sessions share."""
-        own = self._active.get(but)
-        return self._tokens[replica] - (own.tokens if own is not None and own.replica == replica else 0)
+    def residents(self, but: str) -> dict[str, int]:
+        """Replica -> tokens of context of the active sessions there, without the session `but` and without what sessions share."""
+        tokens = dict(self._tokens)
+        if (own := self._active.get(but)) is not None:
+            tokens[own.replica] -= own.tokens
+        return tokens
 
     def placed(self, session: str, replica: str, context: int, held: int, now: float) -> None:
         """Its next request, with `context` tokens of which the replica has `held`, goes there."""
