@@ -2,10 +2,10 @@
 
     sim64       virtual time, three seeds: the real router and, in each of 64 replicas, the embedded engine's real scheduler, block pool and
                 prefix cache; the model's arithmetic is a cost (`Costs`). No sockets, so nothing of this machine is in the figures.
-    http4       wall time, one seed: 4 processes with the same engine, whose steps sleep, behind the real server; the real EnginePool over HTTP.
-                Real: sockets, routing, scheduling, caching. Not real: the arithmetic and its time.
-    embedded4   wall time, one seed: 4 real embedded engines with a tiny MoE. Everything is real; the processes share the cores of this machine,
-                so the hit rates say something and the times say how busy it was.
+    http4       wall time, one seed: 4 processes with the same engine, whose steps sleep, behind the real server; the real EnginePool over
+                HTTP. Real: sockets, routing, scheduling, caching. Not real: the arithmetic and its time.
+    embedded4   wall time, one seed: 4 real embedded engines with a tiny MoE. Everything is real; the processes share the cores of this
+                machine, so the hit rates say something and the times say how busy it was.
 
 The policies place the first turn of a session and later turns stay (sticky, as in a run), except those called '..._each', which place
 every request anew. Weights of kv_aware are the defaults; they were chosen on seeds 100 to 102, and the figures are of seeds 0 to 2.
