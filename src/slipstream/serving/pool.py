@@ -23,13 +23,17 @@ from slipstream.errors import EngineUnavailable, StateError
 from slipstream.serving.client import EngineBusy, HttpEngine
 from slipstream.serving.fleet import Fleet
 from slipstream.serving.members import Endpoint, FolderSource, Source, source_of
-from slipstream.serving.replica import Connect, Replica
+from slipstream.serving.replica import ClosableEngine, Connect, Replica
 from slipstream.serving.routing.metrics import values
 from slipstream.serving.routing.router import Ask, Router, Sent
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
 
 MOST_SENDS = 4
 """Times that one request is sent before it is given up: a request that kills engines must not kill them for ever."""
+
+
+Call = Callable[[ClosableEngine, GenerateRequest], Awaitable[Completion]]
+"""One request to one engine."""
 
 
 class RouterFull(EngineBusy):
@@ -63,8 +67,12 @@ class EnginePool:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ports.Engine. Waits for a replica while there is none; the caller's deadline bounds the whole."""
+        return await self._counted(request, lambda engine, sent: engine.generate(sent))
+
+    async def _counted(self, request: GenerateRequest, call: Call) -> Completion:
+        """Every request is an answer or a rejection in the books."""
         try:
-            completion = await self._generate(request)
+            completion = await self._on_one(request, call)
         except _Rejected as rejected:
             self.rejections[rejected.reason] += 1
             raise rejected.error from None
@@ -77,13 +85,14 @@ class EnginePool:
         self.answers += 1
         return completion
 
-    async def _generate(self, request: GenerateRequest) -> Completion:
+    async def _on_one(self, request: GenerateRequest, call: Call) -> Completion:
+        """`call` on one replica, and on another when that one fails."""
         ask, busy, sends = self.router.ask(request), set[str](), 0
         while True:
             replica, sent, probe = await self._take(ask, busy)
             engine, ok = replica.engine, None
             try:
-                completion = await engine.generate(request)
+                completion = await call(engine, request)
                 ok = True
                 self.router.answered(sent, completion, self.fleet.now())
                 return completion

@@ -125,7 +125,7 @@ class Router:
         ask, size = sent.ask, self._block_tokens
         self.tokens.update(prompt=ask.prompt_tokens, predicted=sent.held, cached=completion.cached_tokens)
         computed = ask.prompt_tokens - completion.cached_tokens
-        self._at(sent.replica).load.answered(
+        self._load(sent.replica).answered(
             sent.place, computed, completion.timings.prefill_s, len(completion.tokens_N), now - sent.sent_s, now
         )
         missing = completion.cached_tokens // size
@@ -135,7 +135,7 @@ class Router:
 
     def ended(self, sent: Sent) -> None:
         """It is no longer in flight, however it ended."""
-        self._at(sent.replica).load.ended()
+        self._load(sent.replica).ended()
 
     # ---- replicas ----
 
@@ -166,7 +166,7 @@ class Router:
 
     def slow(self, usable: Sequence[str]) -> str | None:
         """A replica that takes `slow_factor` times the median time for a token; None when there is none, or too little is known."""
-        times = {name: self._at(name).load.token_s for name in usable if self._at(name).load.answers >= ENOUGH_ANSWERS}
+        times = {name: self._load(name).token_s for name in usable if self._load(name).answers >= ENOUGH_ANSWERS}
         if len(times) < 2 or 2 * len(times) < len(usable):
             return None
         worst = max(times, key=times.__getitem__)
@@ -175,10 +175,10 @@ class Router:
 
     def forgive(self, name: str) -> None:
         """Judge its speed afresh."""
-        self._at(name).load.answers = 0
+        self._load(name).answers = 0
 
     def in_flight(self, name: str) -> int:
-        return self._at(name).load.requests
+        return self._load(name).requests
 
     def pending(self, now: float) -> float:
         """Prompt tokens, over all replicas, that were sent and are presumably not computed yet."""
@@ -212,7 +212,7 @@ class Router:
         held = held_blocks * self._block_tokens
         last_uses = self._index.use(name, ask.keys, self._at(name).capacity, certain=False)[:held_blocks]
         self._sessions.placed(ask.session, name, ask.prompt_tokens, held, now)
-        place = self._at(name).load.sent(ask.prompt_tokens - held, now)
+        place = self._load(name).sent(ask.prompt_tokens - held, now)
         return Sent(name, ask, held, last_uses, place, now)
 
     def _keys_after(self, ask: Ask, completion: Completion) -> list[bytes]:
@@ -230,6 +230,9 @@ class Router:
         if (known := self._known.get(name)) is None:
             known = self._known[name] = _Known(self._capacity(0))
         return known
+
+    def _load(self, name: str) -> Load:
+        return self._at(name).load
 
 
 _UNKNOWN = EngineState(-1, "")
