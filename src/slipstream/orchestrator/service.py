@@ -67,9 +67,9 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
     for (env, task), rollout in watchdog.seen.items():
         metrics.event("frozen", env=env, task=task, rollout=rollout)
         print(f"orchestrator: WARNING: not played: {_not_played(env, task, rollout)}", file=sys.stderr, flush=True)
-    async with EnginePool.of_run(run_folder, config.engine.replicas) as engine:
+    async with EnginePool.of_run(run_folder, config.engine.replicas, config.router) as engine:
         envs = tuple(_watched(bound, watchdog.seen) for bound in _bind_envs(config, engine, ledger.last_state()))
-        parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _WithMemory(metrics), time.time)
+        parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _Beside(metrics, engine), time.time)
         beating = asyncio.create_task(_beat(watchdog, min(1.0, config.orchestrator.max_freeze_s / 4)))
         gc.freeze()  # nothing that is here already will be garbage: a full pass over it would hold the loop up for tens of milliseconds
         run = asyncio.create_task(Orchestrator(config, parts).run(), name="run")
@@ -143,13 +143,15 @@ def _not_played(env: str, task: str, rollout: str) -> str:
     )
 
 
-class _WithMemory:
-    """Metrics with the process's memory beside each step's."""
+class _Beside:
+    """Metrics with the process's memory and the router's numbers beside each step's."""
 
-    def __init__(self, metrics: MetricsWriter):
+    def __init__(self, metrics: MetricsWriter, pool: EnginePool):
         self._metrics = metrics
+        self._pool = pool
         self._process = psutil.Process()
         self.event = metrics.event
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._metrics.log(step, {**values, "orchestrator/memory/rss_mib": self._process.memory_info().rss / 2**20})
+        memory = {"orchestrator/memory/rss_mib": self._process.memory_info().rss / 2**20}
+        self._metrics.log(step, {**values, **memory, **self._pool.metrics()})
