@@ -49,9 +49,10 @@ def write_all(folder: Path) -> None:
     write(folder / "skewed", BIASED, hot=0.3)
 
 
-def settings(dtype: str = "float32", **ep) -> EngineConfig:
+def settings(dtype: str = "float32", prefix_cache: bool = True, **ep) -> EngineConfig:
     wide = WideConfig(**{"ranks": WORLD, "rebalance_steps": 0, "timeout_s": 20.0, **ep})
-    return EngineConfig(replicas=wide.ranks, ep=wide, dtype=dtype, block_tokens=4, kv_memory_mib=1, max_running=16, max_step_tokens=24)  # type: ignore[arg-type]
+    small = {"block_tokens": 4, "kv_memory_mib": 1, "max_running": 16, "max_step_tokens": 24}
+    return EngineConfig(replicas=wide.ranks, ep=wide, dtype=dtype, prefix_cache=prefix_cache, **small)  # type: ignore[arg-type]
 
 
 def request(number: int, vocab: int = 50, tokens: int = 12, temperature: float = 1.0) -> GenerateRequest:

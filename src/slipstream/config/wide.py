@@ -26,7 +26,7 @@ class WideConfig(Section):
     def _cross_checks(self):
         if self.redundant_experts and self.ranks == 1:
             raise ValueError(
-                f"engine.ep.redundant_experts = {self.redundant_experts} and engine.ep.ranks = 1: one process has all experts already; raise "
-                "ranks or leave redundant_experts out"
+                f"engine.ep.redundant_experts = {self.redundant_experts} and engine.ep.ranks = 1: one process has all experts already; "
+                "raise ranks or leave redundant_experts out"
             )
         return self

@@ -229,6 +229,10 @@ class EngineDriver:
             elif (hear := self._listeners.get(request_id)) is not None:
                 hear(error)
 
+    def more_values(self) -> dict[str, float]:
+        """Metrics that not every engine has."""
+        return {}
+
     def take_spans(self) -> list[tuple[float, float]]:
         """Busy periods (start, end in seconds since the epoch) since the last call, merged; a running one is cut here."""
         spans, self._spans = self._spans, []

@@ -29,9 +29,15 @@ COUNTERS = frozenset(
         "engine/time/busy_s",
         "engine/preemptions/count",
         "engine/steps/failed",
+        "engine/ep/vote_s",
+        "engine/ep/idle_steps",
+        "engine/ep/served_pairs",
+        "engine/ep/rebalances",
+        "engine/ep/moved_experts",
     }
 )
-"""Keys that only grow while the process lives; the others are gauges."""
+"""Keys that only grow while the process lives, and families of keys by layer; the others are gauges."""
+COUNTER_FAMILIES = ("engine/ep/dispatch_s/", "engine/ep/compute_s/", "engine/ep/combine_s/")
 
 
 def engine_values(driver: EngineDriver) -> dict[str, float]:
@@ -54,6 +60,7 @@ def engine_values(driver: EngineDriver) -> dict[str, float]:
         "engine/preemptions/count": engine.preemptions,
         "engine/steps/failed": driver.failed_steps,
         "engine/memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
+        **driver.more_values(),
     }
 
 
@@ -65,7 +72,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for key, value in engine_values(self._driver).items():
-            kind = CounterMetricFamily if key in COUNTERS else GaugeMetricFamily
+            kind = CounterMetricFamily if key in COUNTERS or key.startswith(COUNTER_FAMILIES) else GaugeMetricFamily
             found = registry.find(key)
             yield kind("slipstream_" + key.replace("/", "_"), found.definition if found else key, value=value)
 

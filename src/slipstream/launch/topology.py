@@ -24,8 +24,8 @@ class ProcessSpec:
     restart: bool = False
     """True for roles without state that a crash could lose: the supervisor starts them again."""
     group: str = ""
-    """Processes of one group meet (RANK, WORLD_SIZE, a port of the supervisor's choice) and cannot do without each other: when one ends, all
-    are started again. '': alone."""
+    """Processes of one group meet (RANK, WORLD_SIZE, a port of the supervisor's choice) and cannot do without each other: when one ends,
+    all are started again. '': alone."""
     frozen: Path | None = None
     """Grows when the process ended because an environment had frozen it: then too the supervisor starts it again."""
 

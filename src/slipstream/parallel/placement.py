@@ -37,11 +37,12 @@ class Placement:
     def slots(self, num_experts: int) -> np.ndarray:
         """[L, E, C]: the slots of each expert, numbered through over all ranks. Where it has fewer than C, its first ones again."""
         flat_LN, copies_LE = self.experts_LRS.reshape(len(self.experts_LRS), -1), self.copies(num_experts)
-        table_LEC = np.zeros((*copies_LE.shape, copies_LE.max(initial=1)), np.int64)
+        most = int(copies_LE.max(initial=1))
+        table_LEC = np.zeros((*copies_LE.shape, most), np.int64)
         for layer, flat_N in enumerate(flat_LN):
             by_expert = np.split(np.argsort(flat_N, kind="stable"), np.cumsum(copies_LE[layer])[:-1])
             for expert, slots in enumerate(by_expert):
-                table_LEC[layer, expert] = np.resize(slots, table_LEC.shape[2])
+                table_LEC[layer, expert] = np.resize(slots, most)
         return table_LEC
 
     def rank_load(self, load_LE: np.ndarray) -> np.ndarray:

@@ -119,7 +119,9 @@ class WideGroup:
         if isinstance(error, RuntimeError) and "gloo" in text:
             cause = re.sub(r"^\[.*?\] *", "", text.splitlines()[0]).partition(". ")[0]
             return f"rank {self.rank} of {self.size} engine processes that share experts lost another one ({cause}): see their logs"
-        return f"rank {self.rank} of {self.size} engine processes that share experts failed amidst the others: {type(error).__name__}: {text}"
+        return (
+            f"rank {self.rank} of {self.size} engine processes that share experts failed amidst the others: {type(error).__name__}: {text}"
+        )
 
 
 class WideExperts:
@@ -162,7 +164,9 @@ class WideExperts:
     def exchange(self, layer: int, compute: Compute, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """y_TD = Σ_k gate_k · expert[id_k](x). `compute`: the experts in the slots of this rank. Waits for all ranks."""
         if layer != self.done:
-            raise StateError(f"MoE layer {layer} asks for its experts when it is the turn of layer {self.done}: all ranks take the same order")
+            raise StateError(
+                f"MoE layer {layer} asks for its experts when it is the turn of layer {self.done}: all ranks take the same order"
+            )
         slot_N = self._choose(layer, ids_TK)
         self.done += 1
         with self.group.whole():
@@ -218,7 +222,10 @@ def move_experts(stacks: Sequence[Mapping[str, Tensor]], before: Placement, afte
             send = sorted((way for way in ways if way[0] == group.rank), key=lambda way: way[2])
             receive = sorted((way for way in ways if way[2] == group.rank), key=lambda way: way[0])
             sent_R, received_R = (np.bincount([way[i] for way in w], minlength=group.size).tolist() for w, i in ((send, 2), (receive, 0)))
-            taken, seats = torch.tensor([way[1] for way in send], dtype=torch.long), torch.tensor([way[3] for way in receive], dtype=torch.long)
+            taken, seats = (
+                torch.tensor([way[1] for way in send], dtype=torch.long),
+                torch.tensor([way[3] for way in receive], dtype=torch.long),
+            )
             for weight in stack.values():
                 weight.index_copy_(0, seats, group.swap(weight.index_select(0, taken), sent_R, received_R))
             moved += sum(way[0] != group.rank for way in receive)

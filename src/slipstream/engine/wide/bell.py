@@ -54,5 +54,3 @@ class Bell:
 
     def close(self) -> None:
         self._socket.close()
-
-

@@ -53,6 +53,23 @@ class WideDriver(EngineDriver):
             loop.remove_reader(self._wide.bell)
             self._committed.set()
 
+    def more_values(self) -> dict[str, float]:
+        engine, shared = self._wide, self._wide.shared
+        values: dict[str, float] = {
+            "engine/ep/vote_s": engine.vote_s,
+            "engine/ep/idle_steps": engine.idle_steps,
+            "engine/ep/served_pairs": int(shared.served_L.sum()),
+            "engine/ep/imbalance": engine.imbalance,
+            "engine/ep/imbalance_before": engine.imbalance_before,
+            "engine/ep/rebalances": engine.rebalances,
+            "engine/ep/moved_experts": engine.moved_experts,
+        }
+        for layer in range(len(shared.served_L)):
+            values[f"engine/ep/dispatch_s/{layer}"] = float(shared.dispatch_s_L[layer])
+            values[f"engine/ep/compute_s/{layer}"] = float(shared.compute_s_L[layer])
+            values[f"engine/ep/combine_s/{layer}"] = float(shared.combine_s_L[layer])
+        return values
+
     def _hear(self) -> None:
         if self._wide.heard():
             self._work.set()

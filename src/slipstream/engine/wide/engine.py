@@ -132,7 +132,7 @@ class WideEngine(EmbeddedEngine):
         with self._placing:
             if self._pending is not None:
                 raise EngineUnavailable(
-                    f"policy version {version.number} cannot be prepared while the ranks of engine.ep commit {self._pending.number}: try again"
+                    f"policy version {version.number} cannot be prepared while version {self._pending.number} is being committed: try again"
                 )
             super().prepare(version)
 

@@ -20,8 +20,8 @@ def check_wide(spec: ModelSpec, config: EngineConfig, impl: str = "auto") -> Non
         )
     if not spec.moe_layers:
         raise ConfigError(
-            f"engine.ep.ranks = {ep.ranks} shares out experts, and this model of the family {spec.family!r} has none: leave out [engine.ep]; "
-            "engine.replicas alone serves it with several processes"
+            f"engine.ep.ranks = {ep.ranks} shares out experts, and this model of the family {spec.family!r} has none: leave out [engine.ep]"
+            "; engine.replicas alone serves it with several processes"
         )
     if spec.num_experts < ep.ranks:
         raise ConfigError(

@@ -70,7 +70,7 @@ class WideWeights(LiveWeights):
         fill(held, self._table, model.spec, model.tied_names, tensors, tensors.files)
 
     def move(self, after: Placement) -> int:
-        """Bring the experts of the live model to where `after` has them. No version may be prepared meanwhile. How many came from others."""
+        """Bring the experts of the live model to where `after` has them; no version may be prepared then. How many came from others."""
         stacks = [_stack(moe) for moe in _layers(self.model)]
         moved = move_experts(stacks, self._shared.placement, after, self._shared.group)
         self._shared.set(after)
