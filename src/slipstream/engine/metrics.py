@@ -34,10 +34,12 @@ COUNTERS = frozenset(
         "engine/ep/served_pairs",
         "engine/ep/rebalances",
         "engine/ep/moved_experts",
+        "engine/ep/dispatch_s/<layer>",
+        "engine/ep/compute_s/<layer>",
+        "engine/ep/combine_s/<layer>",
     }
 )
-"""Keys that only grow while the process lives, and families of keys by layer; the others are gauges."""
-COUNTER_FAMILIES = ("engine/ep/dispatch_s/", "engine/ep/compute_s/", "engine/ep/combine_s/")
+"""Keys and families of keys that only grow while the process lives; the others are gauges."""
 
 
 def engine_values(driver: EngineDriver) -> dict[str, float]:
@@ -72,8 +74,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for key, value in engine_values(self._driver).items():
-            kind = CounterMetricFamily if key in COUNTERS or key.startswith(COUNTER_FAMILIES) else GaugeMetricFamily
             found = registry.find(key)
+            kind = CounterMetricFamily if found and found.key in COUNTERS else GaugeMetricFamily
             yield kind("slipstream_" + key.replace("/", "_"), found.definition if found else key, value=value)
 
 

@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 from aiohttp import web
@@ -74,7 +74,9 @@ def made(folder: Path, config: EngineConfig, seq_len: int, seed: int, version: i
     from slipstream.parallel.wide import joined
 
     with joined(config.ep) as group:
-        yield WideDriver(WideEngine(group, folder, config, seq_len, seed, version))
+        engine = WideEngine(group, folder, config, seq_len, seed, version)
+        with closing(engine):
+            yield WideDriver(engine)
 
 
 async def _serve_run(driver: EngineDriver, config: RunConfig, run_folder: Path, replica: int, port: int) -> int:

@@ -70,6 +70,9 @@ class WideEngine(EmbeddedEngine):
         self._wide = weights
         return weights
 
+    def close(self) -> None:
+        self.bell.close()
+
     # ---- the step ----
 
     @property

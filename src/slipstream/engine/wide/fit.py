@@ -1,4 +1,5 @@
-"""Whether engine processes can share the experts of a model as [engine.ep] asks. Torch-free: refused before anything starts."""
+"""Whether engine processes can share the experts of a model as [engine.ep] asks, and what each then holds. Torch-free: refused before
+anything starts."""
 
 from __future__ import annotations
 
@@ -6,6 +7,15 @@ from slipstream.config.serve import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.models.spec import ModelSpec
 from slipstream.parallel.placement import slots_per_rank
+
+
+def params_here(spec: ModelSpec, config: EngineConfig) -> int:
+    """Parameters that one engine process holds."""
+    ep = config.ep
+    if ep.ranks == 1:
+        return spec.num_params
+    elsewhere = spec.num_experts - slots_per_rank(spec.num_experts, ep.ranks, ep.redundant_experts)
+    return spec.num_params - elsewhere * spec.expert_params * len(spec.moe_layers)
 
 
 def check_wide(spec: ModelSpec, config: EngineConfig, impl: str = "auto") -> None:
