@@ -70,9 +70,8 @@ def run(engine: EmbeddedEngine, asked: list[GenerateRequest], each_step: Callabl
     for one in asked:
         engine.add(one)
     bell = getattr(engine, "bell", None)
-    if not asked and bell is not None:
+    while not asked and bell is not None and not engine.heard():  # type: ignore[attr-defined]
         assert select.select([bell], [], [], 20)[0], "nobody rang"
-        engine.heard()  # type: ignore[attr-defined]
     done = {}
     while engine.has_work:
         done |= {completion.id: completion for completion in engine.step().finished}

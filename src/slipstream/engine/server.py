@@ -56,7 +56,7 @@ def serve_folder(model_folder: Path, engine_config: EngineConfig, seq_len: int, 
     """Serve a model folder until SIGTERM or Ctrl-C; the exit status. Raises ConfigError or ModelError before it serves."""
     _log_to_stderr()
     check_room(read_spec(model_folder, impl), engine_config, seq_len)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = int(os.environ.get("RANK", "0")) if engine_config.ep.ranks > 1 else 0
     config = engine_config.replace(port=engine_config.port + rank if engine_config.port else 0)
     with made(Path(model_folder), config, seq_len, rank, 0, impl) as driver:
         return asyncio.run(_serve_folder(driver, config, Path(model_folder)))
