@@ -49,14 +49,14 @@ def config(world: int, job: dict[str, Any]) -> EngineConfig:
 
 
 def played(engine: EmbeddedEngine, job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """All rounds are the same requests. The last rank has none: it only serves experts."""
+    """Each round has requests of its own. The last rank has none: it only serves experts."""
     busy = max(1, world - 1)
-    numbers = range(rank, job["requests"], busy) if rank < busy else range(0)
+    own = range(rank, job["requests"], busy) if rank < busy else range(0)
     rounds, seconds, served = [], [], []
-    for _ in range(job["rounds"]):
+    for number in range(job["rounds"]):
         before = served_pairs(engine)
         began = time.perf_counter()
-        rounds.append(play(engine, [request(number, engine.spec.vocab_size, job["tokens"]) for number in numbers]))
+        rounds.append(play(engine, [request(i + number * job["requests"], engine.spec.vocab_size, job["tokens"]) for i in own]))
         seconds.append(time.perf_counter() - began)
         served.append((served_pairs(engine) - before).tolist())
     rss_mib = psutil.Process().memory_info().rss / 2**20

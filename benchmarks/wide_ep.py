@@ -1,7 +1,7 @@
 """Wide expert parallelism: engine processes that share the experts of one model against one process that has them all.
 
 A tiny GLM-4.5-like MoE (64 experts, 8 a token, three MoE layers) whose routing bias is drawn at random, so that some experts are chosen far
-more often than others. 4 and 32 processes play the same sampled requests as one does, in rounds; the last process has no request and only
+more often than others. 4 and 32 processes play the same sampled requests as one does, in rounds of new ones; the last process has no request and only
 serves experts. After the first round the experts are placed by the load that was seen, with one spare place in each process for copies.
 
     identical         every token of every request, in every round, before and after experts moved
@@ -80,8 +80,8 @@ def make_model(folder: Path) -> None:
 def row(folder: Path, world: int, job: dict[str, Any]) -> dict[str, Any]:
     (folder / "job.json").write_text(json.dumps(job))
     (alone,), found = started(folder, 1), started(folder, world)
-    expected, worst, same = alone["rounds"][0], 0.0, True
-    for number in range(job["rounds"]):
+    worst, same = 0.0, True
+    for number, expected in enumerate(alone["rounds"]):
         merged = {name: said for rank in found for name, said in rank["rounds"][number].items()}
         same = same and merged.keys() == expected.keys() and all(merged[name][0] == expected[name][0] for name in expected)
         if same:

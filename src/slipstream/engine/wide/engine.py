@@ -106,8 +106,9 @@ class WideEngine(EmbeddedEngine):
     def _vote(self) -> bool:
         """Whether a step follows. New weights and places that all agree on take effect here."""
         due = 0 < self.config.ep.rebalance_steps <= self._since_placed
-        free = due and self._wide.prepared is None and self._placing.acquire(blocking=False)
+        held = due and self._placing.acquire(blocking=False)
         try:
+            free = held and self._wide.prepared is None  # in this order: it may be prepared just now, in another thread
             began = time.perf_counter()
             if not self._awake:
                 self.bell.ring(self._votes + 1)
@@ -123,7 +124,7 @@ class WideEngine(EmbeddedEngine):
             if due and not most[1]:
                 self._place()
         finally:
-            if free:
+            if held:
                 self._placing.release()
         return self._awake
 

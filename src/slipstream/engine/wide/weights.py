@@ -43,6 +43,7 @@ class WideWeights(LiveWeights):
 
     def __init__(self, folder: Path, dtype: torch.dtype, number: int, shared: WideExperts) -> None:
         self._shared = shared
+        self._serving: tuple[LanguageModel | None, list[Callable[[], object]]] = None, []
         super().__init__(folder, dtype, number)
 
     def load(self, folder: Path, dtype: torch.dtype, impl: Impl) -> LanguageModel:
@@ -78,10 +79,15 @@ class WideWeights(LiveWeights):
 
     def serving(self) -> list[Callable[[], object]]:
         """For each MoE layer a call that serves it without a token of our own."""
+        model, layers = self._serving
+        if model is self.model:
+            return layers
         spec, model = self.model.spec, self.model
         x_TD = torch.empty(0, spec.hidden, dtype=model.dtype)
         nothing = x_TD, torch.empty(0, spec.top_k, dtype=torch.long), torch.empty(0, spec.top_k)
-        return [lambda moe=moe: moe.experts(*nothing) for moe in _layers(model)]
+        layers = [lambda moe=moe: moe.experts(*nothing) for moe in _layers(model)]
+        self._serving = model, layers
+        return layers
 
 
 def _layers(model: nn.Module) -> list[MoE]:
