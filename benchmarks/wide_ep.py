@@ -1,8 +1,9 @@
 """Wide expert parallelism: engine processes that share the experts of one model against one process that has them all.
 
 A tiny GLM-4.5-like MoE (64 experts, 8 a token, three MoE layers) whose routing bias is drawn at random, so that some experts are chosen far
-more often than others. 4 and 32 processes play the same sampled requests as one does, in rounds of new ones; the last process has no request and only
-serves experts. After the first round the experts are placed by the load that was seen, with one spare place in each process for copies.
+more often than others. 4 and 32 processes play the same sampled requests as one does, in rounds of new ones; the last process has no
+request and only serves experts. After the first round the experts are placed by the load that was seen, with one spare place in each
+process for copies.
 
     identical         every token of every request, in every round, before and after experts moved
     logprob_diff      largest difference of a logprob from that of one process (another order of float32 sums: fused kernel, batch sizes)

@@ -40,8 +40,9 @@ def every(run: Path, key: str) -> list[float]:
     return [line["values"][key] for line in read_metrics(run) if line["kind"] == "metrics" and key in line["values"]]
 
 
+@pytest.mark.slow
 def test_a_run_with_shared_experts_trains_on_exact_logprobs_and_survives_the_death_of_a_rank(job: Small):
-    process = subprocess.Popen(job.command(*sets("max_steps=14")), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(job.command(*sets("max_steps=10")), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     weights, deadline = job.run / "weights", time.monotonic() + 120
     while time.monotonic() < deadline and not (weights / "v000004").exists():
         time.sleep(0.1)
@@ -55,10 +56,11 @@ def test_a_run_with_shared_experts_trains_on_exact_logprobs_and_survives_the_dea
     assert fresh and max(fresh) < 1e-9, "a rank sampled from other weights than it said, or a layer mixed two versions"
     for role in ("engine-0", "engine-1"):
         values = last(job.run, role)
-        assert values["engine/version/live"] >= 13 and values["engine/ep/served_pairs"] > 0 and values["engine/ep/dispatch_s/0"] > 0
+        assert values["engine/version/live"] >= 6 and values["engine/ep/served_pairs"] > 0 and values["engine/ep/dispatch_s/0"] > 0
     assert min(every(job.run, "trainer/replay/coverage_frac")) > 0.9
 
 
+@pytest.mark.slow
 def test_a_model_folder_is_served_by_several_processes_that_share_its_experts(job: Small):
     command = [sys.executable, "-m", "slipstream.cli", "engine", "--model", str(job.folder / "model"), "--ranks", "2"]
     output, deadline = job.folder / "served", time.monotonic() + 120
