@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(folder: Path) -> Ranks:
     """What each rank has written. The last one kills itself in the end."""
     processes = start(WORLD, "-m", "tests.dist.wide_worker", str(folder))
-    errors = [process.communicate(timeout=180)[1] for process in processes]
+    errors = [process.communicate(timeout=900)[1] for process in processes]
     codes = [process.returncode for process in processes]
     assert codes == [0] * (WORLD - 1) + [-signal.SIGKILL], "\n".join(errors)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(WORLD)]
@@ -142,4 +142,4 @@ def test_a_rank_that_dies_ends_the_others_at_once_with_the_reason(ranks: Ranks):
     for rank in ranks[:-1]:
         assert len(rank["lost"]["errors"]) == 3, "the step, recovery, and every step from then on"
         assert all("share experts lost another one" in error for error in rank["lost"]["errors"])
-        assert rank["lost"]["seconds"] < 15  # the deadline of an exchange is 20
+        assert rank["lost"]["seconds"] < 100  # the deadline of an exchange is 120

@@ -50,7 +50,7 @@ def write_all(folder: Path) -> None:
 
 
 def settings(dtype: str = "float32", prefix_cache: bool = True, **ep) -> EngineConfig:
-    wide = WideConfig(**{"ranks": WORLD, "rebalance_steps": 0, "timeout_s": 20.0, **ep})
+    wide = WideConfig(**{"ranks": WORLD, "rebalance_steps": 0, "timeout_s": 120.0, **ep})
     small = {"block_tokens": 4, "kv_memory_mib": 1, "max_running": 16, "max_step_tokens": 24}
     return EngineConfig(replicas=wide.ranks, ep=wide, dtype=dtype, prefix_cache=prefix_cache, **small)  # type: ignore[arg-type]
 
@@ -71,7 +71,7 @@ def run(engine: EmbeddedEngine, asked: list[GenerateRequest], each_step: Callabl
         engine.add(one)
     bell = getattr(engine, "bell", None)
     while not asked and bell is not None and not engine.heard():  # type: ignore[attr-defined]
-        assert select.select([bell], [], [], 20)[0], "nobody rang"
+        assert select.select([bell], [], [], 120)[0], "nobody rang"
     done = {}
     while engine.has_work:
         done |= {completion.id: completion for completion in engine.step().finished}

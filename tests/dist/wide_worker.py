@@ -26,7 +26,7 @@ from tests.dist.wide_cases import SEQ_LEN, SERVED, WORLD, plain, request, reques
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(120, exit=True)
+    faulthandler.dump_traceback_later(800, exit=True)  # where a worker hangs is what one wants to know
     found: dict[str, Any] = {}
     with joined(settings().ep) as group:
         for name in SERVED:

@@ -100,7 +100,8 @@ class WideEngine(EmbeddedEngine):
 
     def heard(self) -> bool:
         """Look who rang. Whether this rank has to wake up."""
-        self._awake = self._awake or self.bell.heard() > self._votes
+        rung = self.bell.heard() > self._votes  # nobody can ring for the vote after the next one: that needs this rank
+        self._awake = self._awake or rung
         return self._awake
 
     def _vote(self) -> bool:
