@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
 from slipstream.config.wide import WideConfig
+from slipstream.config.speculation import NoSpeculation, Speculation
 
 
 class EngineConfig(Section):
@@ -37,6 +38,7 @@ class EngineConfig(Section):
     """Record which experts each token used, for router replay."""
     on_update: Literal["keep", "recompute", "abort"] = "keep"
     """What a weight update does to running sequences: keep their KV, recompute it under the new weights, or abort them."""
+    speculation: Speculation = NoSpeculation()
     max_waiting: int = Field(default=4096, ge=1)
     """Requests beyond this many waiting ones are refused (HTTP 429)."""
     threads: int = Field(default=1, ge=1)

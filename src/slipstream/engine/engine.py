@@ -20,11 +20,13 @@ import torch
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config.serve import EngineConfig
+from slipstream.config.speculation import PromptLookup
 from slipstream.engine.kv import KvCache
 from slipstream.engine.runner import Runner
 from slipstream.engine.sampler import sample
 from slipstream.engine.scheduler import Plan, Scheduler
 from slipstream.engine.sequence import Sequence, SlotTable
+from slipstream.engine.speculation import Drafter, SpeculationCounts, Verdict, verify
 from slipstream.engine.stops import StopText
 from slipstream.engine.weights import LiveWeights
 from slipstream.errors import ConfigError, EngineUnavailable, RequestError
@@ -38,7 +40,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step did: requests that ended, and the tokens that it sampled (one for each of some requests)."""
+    """What a step did: requests that ended, and the tokens that it sampled: one for each of some requests, or several one after the other
+    where guesses were right."""
 
     finished: list[Completion] = field(default_factory=list)
     ids_S: np.ndarray = field(default_factory=lambda: np.zeros(0, object))
@@ -79,7 +82,9 @@ class EmbeddedEngine:
         self._capture = config.capture_routing and bool(spec.moe_layers)
         self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, self._capture)
         self._table = SlotTable(config.max_running, seq_len, config.block_tokens)
-        self._scheduler = Scheduler(self._table, self._cache, config.max_step_tokens, config.prefix_cache)
+        guesses = isinstance(config.speculation, PromptLookup)
+        self._drafter = Drafter(self._table, config.speculation) if guesses else None
+        self._scheduler = Scheduler(self._table, self._cache, config.max_step_tokens, config.prefix_cache, self._drafter)
         self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts)
         self._random = np.random.default_rng(seed)
         self._by_id: dict[str, Sequence] = {}
@@ -88,6 +93,7 @@ class EmbeddedEngine:
         self._started_s = time.perf_counter()
         self.tokens_generated = 0
         self.tokens_prefilled = 0
+        self.speculation = SpeculationCounts()
         self.busy_s = 0.0
         """Seconds spent in `step`."""
         self.outcomes: Counter[FinishReason] = Counter()
@@ -170,23 +176,76 @@ class EmbeddedEngine:
     def _postprocess(self, plan: Plan, logits_SV: torch.Tensor, result: StepResult) -> None:
         """Sample, append, and end what has reached its end."""
         table = self._table
-        table.context_R[plan.slots_S] += plan.counts_S
-        self.tokens_prefilled += plan.num_tokens - plan.num_decode
+        table.context_R[plan.slots_S] += plan.counts_S - plan.drafts_S
+        self.tokens_prefilled += plan.num_prefill
         slots_S = plan.slots_S[plan.samples_S]
         if not len(slots_S):
             return
-        tokens_S, logprobs_S = sample(logits_SV, table.sample_params(slots_S))
-        stopped_S, full_S = table.append_sampled(slots_S, tokens_S, logprobs_S)
-        self.tokens_generated += len(slots_S)
-        result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[slots_S], tokens_S, logprobs_S
-        if plan.num_tokens != plan.num_decode:
+        if plan.num_drafts:
+            stopped_S, full_S = self._append_verified(plan, slots_S, logits_SV, result)
+        else:
+            stopped_S, full_S = self._append(plan, slots_S, logits_SV, result)
+        self.tokens_generated += len(result.tokens_S)
+        if plan.num_prefill:
             self._note_first_tokens(slots_S)
-        for i in np.flatnonzero(table.has_stop_text_R[slots_S] & ~stopped_S):
-            stopped_S[i] = self._hits_stop_text(self._scheduler.at(int(slots_S[i])))
         ended = np.flatnonzero(stopped_S | full_S)
         if len(ended):
             self._end([(self._scheduler.at(int(slots_S[i])), "stop" if stopped_S[i] else "length") for i in ended], result.finished)
 
+    def _append(self, plan: Plan, slots_S: np.ndarray, logits_SV: torch.Tensor, result: StepResult) -> tuple[np.ndarray, np.ndarray]:
+        """One token for each. Returns (stopped, out of room)."""
+        table = self._table
+        tokens_S, logprobs_S = sample(logits_SV, table.sample_params(slots_S))
+        stopped_S, full_S = table.append_sampled(slots_S, tokens_S, logprobs_S)
+        result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[slots_S], tokens_S, logprobs_S
+        for i in np.flatnonzero(table.has_stop_text_R[slots_S] & ~stopped_S):
+            slot = int(slots_S[i])
+            stopped_S[i] = self._hits_stop_text(self._scheduler.at(slot), int(table.length_R[slot]))
+        self._learn(plan, tokens_S, plan.drafts_S)
+        return stopped_S, full_S
+
+    def _append_verified(
+        self, plan: Plan, slots_S: np.ndarray, logits_NV: torch.Tensor, result: StepResult
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same where there are guesses. What was processed behind the last right one is taken back: blocks, and the experts' load."""
+        table, drafts_S = self._table, plan.drafts_S[plan.samples_S]
+        rows = table.rows_behind(slots_S, drafts_S + 1)
+        tokens_N, logprobs_N = sample(logits_NV, table.sample_params(rows.slot_N, rows.ahead_N))
+        guesses_N = table.tokens_RT[rows.slot_N, rows.position_N]
+        table.tokens_RT[rows.slot_N, rows.position_N] = tokens_N
+        table.logprobs_RT[rows.slot_N, rows.position_N] = logprobs_N
+        stops_N = table.is_stop(rows.slot_N, tokens_N)
+        verdict = verify(tokens_N, guesses_N, stops_N, rows.ahead_N)
+        if self._mark_stop_texts(slots_S, verdict, stops_N):
+            verdict = verify(tokens_N, guesses_N, stops_N, rows.ahead_N)
+        kept_N, gained_S = verdict.kept_N, verdict.gained_S
+        table.advance(slots_S, gained_S)
+        self._runner.uncount(table.kv_slots(rows.slot_N[~kept_N], rows.position_N[~kept_N] - 1))
+        self._scheduler.trim(slots_S[drafts_S > 0])
+        result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[rows.slot_N[kept_N]], tokens_N[kept_N], logprobs_N[kept_N]
+        self._learn(plan, tokens_N[rows.ahead_N == 0], gained_S - 1)
+        return verdict.stopped_S, table.length_R[slots_S] >= table.limit_R[slots_S]
+
+    def _mark_stop_texts(self, slots_S: np.ndarray, verdict: Verdict, stops_N: np.ndarray) -> bool:
+        """Mark in `stops_N` each row whose token completes a stop string, of the rows that would be kept; whether there are any."""
+        table, first_S, found = self._table, np.flatnonzero(verdict.first_N), False
+        for i in np.flatnonzero(table.has_stop_text_R[slots_S]).tolist():
+            sequence, length = self._scheduler.at(int(slots_S[i])), int(table.length_R[slots_S[i]])
+            for j in range(int(verdict.gained_S[i])):
+                if self._hits_stop_text(sequence, length + j + 1):
+                    stops_N[first_S[i] + j] = found = True
+                    break
+        return found
+
+    def _learn(self, plan: Plan, first_S: np.ndarray, right_S: np.ndarray) -> None:
+        """`first`: next token, `right`: guesses that were right, of the sequences that sampled: first the decoding ones."""
+        counts, decoding = self.speculation, slice(plan.num_decode)
+        counts.turns += plan.num_decode
+        counts.drafted += plan.num_drafts
+        if plan.num_drafts:
+            counts.accepted += int(right_S[decoding].sum())
+        if self._drafter is not None:
+            self._drafter.learn(plan.slots_S[decoding], first_S[decoding], plan.drafts_S[decoding], right_S[decoding])
     def _note_first_tokens(self, slots_S: np.ndarray) -> None:
         now = time.perf_counter()
         for slot in slots_S.tolist():
@@ -194,8 +253,8 @@ class EmbeddedEngine:
             if not sequence.first_token_s:
                 sequence.first_token_s = now
 
-    def _hits_stop_text(self, sequence: Sequence) -> bool:
-        end = int(self._table.length_R[sequence.slot])
+    def _hits_stop_text(self, sequence: Sequence, end: int) -> bool:
+        """Whether the token before position `end` completes one of its stop strings."""
         completion_N = self._table.tokens_RT[sequence.slot, sequence.prompt_tokens : end]
         return self._stop_text.hit(completion_N, sequence.request.sampling.stop)
 

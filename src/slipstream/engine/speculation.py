@@ -1,0 +1,127 @@
+"""Speculative decoding by prompt lookup: which tokens a decoding sequence processes on trial, and how many of them were right.
+
+The target is sampled at every position with that position's own random number (`sampler`), as if there were no guesses; a guess is right
+when it is the token that was sampled. So tokens and logprobs are those of decoding without guesses, not only their distribution: a
+special case of rejection sampling (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding", 2023) for a
+draft that puts all its weight on one token, with the draws in common.
+
+Guesses stand in the slot table behind the known tokens, where nobody else looks. Knows nothing of models, blocks or KV.
+
+Shape suffixes: R slots, S sequences of the step, N rows: positions that are sampled from, sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.config.speculation import PromptLookup
+from slipstream.engine.sequence import SlotTable
+from slipstream.ops.lookup import LookupIndex
+
+RATE = 0.15
+"""Weight of the newest guess in a sequence's share of right ones: the last six or seven guesses decide."""
+FIRST = 0.7
+"""That share before anything is known, when a first match turns up."""
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Since the start of the engine."""
+
+    drafted: int = 0
+    """Guesses processed."""
+    accepted: int = 0
+    """Guesses among them that were right and became part of a completion."""
+    turns: int = 0
+    """Times that a decoding sequence took part in a step. Each gives one token and those of the right guesses."""
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_turn(self) -> float:
+        return 1 + self.accepted / self.turns if self.turns else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is kept of the rows of a step, and which sequences have met their end."""
+
+    first_N: np.ndarray
+    """Whether it is the first row of a sequence."""
+    kept_N: np.ndarray
+    gained_S: np.ndarray
+    """Tokens gained, one or more: the right guesses and the token sampled behind them, but none behind a stop."""
+    stopped_S: np.ndarray
+
+
+def verify(tokens_N: np.ndarray, guesses_N: np.ndarray, stops_N: np.ndarray, ahead_N: np.ndarray) -> Verdict:
+    """Rows of a sequence follow one another, `ahead` = 0, 1, ...: one for each guess, and a last one.
+
+    `tokens`: sampled at each row; `guesses`: for the same position, meaningless in the last row; `stops`: whether the token ends the
+    sequence.
+    """
+    first_N = ahead_N == 0
+    starts_S, last_N = np.flatnonzero(first_N), np.append(first_N[1:], True)
+    ends_N = last_N | (tokens_N != guesses_N) | stops_N  # what lies behind was sampled behind a wrong token, or is not wanted
+    gained_S = np.minimum.reduceat(np.where(ends_N, ahead_N, len(ahead_N)), starts_S) + 1
+    kept_N = ahead_N < np.repeat(gained_S, np.diff(starts_S, append=len(ahead_N)))
+    return Verdict(first_N, kept_N, gained_S, stops_N[starts_S + gained_S - 1])
+
+
+class Drafter:
+    """Guesses for the sequences of a slot table, as many as pay."""
+
+    def __init__(self, table: SlotTable, config: PromptLookup) -> None:
+        self._config = config
+        self._table = table
+        self._index = LookupIndex(table.tokens_RT, table.length_R, table.limit_R, config.min_match_tokens)
+        self._right_R = np.full(len(table.length_R), FIRST)
+        self._open: tuple[np.ndarray, np.ndarray] | None = None
+        """(rows of the decoding sequences with a match, first guess of each) of the step under way."""
+
+    def enter(self, slot: int) -> None:
+        """A sequence has been given this slot."""
+        self._index.clear(slot)
+        self._right_R[slot] = FIRST
+
+    def draft(self, slots_S: np.ndarray, tokens: int, budget: int) -> np.ndarray:
+        """Guesses [S] int32 to process beside the one known token of each decoding sequence; they stand behind it in the table.
+
+        `tokens`: in the step already; `budget`: how many more it may have.
+        """
+        table, most = self._table, self._config.max_draft_tokens
+        drafts_S, self._open = np.zeros(len(slots_S), np.int32), None
+        found = np.flatnonzero(self._index.guess(slots_S, most))
+        if not len(found):
+            return drafts_S
+        slots_F = slots_S[found]
+        length_F = table.length_R[slots_F]
+        self._open = found, table.tokens_RT[slots_F, length_F]
+        room_F = table.limit_R[slots_F] - length_F - 1  # all of them right, one more token is sampled
+        wanted_F = np.minimum(np.minimum(self._worthwhile(slots_F, tokens), most), room_F)
+        drafts_S[found] = np.clip(budget - (np.cumsum(wanted_F) - wanted_F), 0, wanted_F)
+        return drafts_S
+
+    def learn(self, slots_S: np.ndarray, first_S: np.ndarray, drafts_S: np.ndarray, right_S: np.ndarray) -> None:
+        """Of the decoding sequences of the step: the next token, how many guesses were processed and how many of them were right.
+
+        A guess that was not processed is compared as well, so that trying again needs no trial.
+        """
+        if self._open is None:
+            return
+        found, guess_F = self._open
+        slots_F, tried_F = slots_S[found], np.maximum(drafts_S[found], 1)
+        right_F = np.where(drafts_S[found] > 0, right_S[found], first_S[found] == guess_F)
+        share_F = 1 - (1 - self._right_R[slots_F]) * (1 - RATE) ** right_F
+        self._right_R[slots_F] = share_F * np.where(right_F < tried_F, 1 - RATE, 1.0)
+
+    def _worthwhile(self, slots_F: np.ndarray, tokens: int) -> np.ndarray:
+        """The i-th guess is right with probability right^i. It pays above the share of a step's time that one more token takes of one
+        that is there: n / (n + overhead)."""
+        least = tokens / (tokens + self._config.overhead_tokens)
+        share_F = np.clip(self._right_R[slots_F], 0.01, 0.99)
+        return (np.log(least) / np.log(share_F)).astype(np.int32)
