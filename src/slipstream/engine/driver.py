@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from slipstream.engine.speculation import SpeculationCounts
 from slipstream.errors import EngineUnavailable
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
 
@@ -76,6 +77,8 @@ class SteppedEngine(Protocol):
     def tokens_cached(self) -> int: ...
     @property
     def preemptions(self) -> int: ...
+    @property
+    def speculation(self) -> SpeculationCounts: ...
     @property
     def kv_age_max(self) -> int: ...
     @property

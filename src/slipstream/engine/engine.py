@@ -240,7 +240,7 @@ class EmbeddedEngine:
     def _learn(self, plan: Plan, first_S: np.ndarray, right_S: np.ndarray) -> None:
         """`first`: next token, `right`: guesses that were right, of the sequences that sampled: first the decoding ones."""
         counts, decoding = self.speculation, slice(plan.num_decode)
-        counts.turns += plan.num_decode
+        counts.decodes += plan.num_decode
         counts.drafted += plan.num_drafts
         if plan.num_drafts:
             counts.accepted += int(right_S[decoding].sum())

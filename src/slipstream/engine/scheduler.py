@@ -153,7 +153,8 @@ class Scheduler:
         if self._drafter is None:
             return drafts_S
         table, drafts = self.table, drafts_S[: len(decode_S)]
-        drafts[:] = self._drafter.draft(decode_S, self._max_step_tokens - budget, budget)
+        if not self._drafter.draft(decode_S, self._max_step_tokens - budget, budget, drafts):
+            return drafts_S
         known_S = table.context_R[decode_S] + 1
         lacking_S = -(-(known_S + drafts) // table.block_tokens) - table.num_blocks_R[decode_S]
         for i in np.flatnonzero(lacking_S > 0).tolist():

@@ -34,16 +34,17 @@ class SpeculationCounts:
     """Guesses processed."""
     accepted: int = 0
     """Guesses among them that were right and became part of a completion."""
-    turns: int = 0
-    """Times that a decoding sequence took part in a step. Each gives one token and those of the right guesses."""
+    decodes: int = 0
+    """Decoding sequences, summed over the steps. Each gives one token and those of its right guesses."""
 
     @property
     def acceptance(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
-    def tokens_per_turn(self) -> float:
-        return 1 + self.accepted / self.turns if self.turns else 1.0
+    def tokens_per_step(self) -> float:
+        """Of a decoding sequence."""
+        return 1 + self.accepted / self.decodes if self.decodes else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +89,24 @@ class Drafter:
         self._index.clear(slot)
         self._right_R[slot] = FIRST
 
-    def draft(self, slots_S: np.ndarray, tokens: int, budget: int) -> np.ndarray:
-        """Guesses [S] int32 to process beside the one known token of each decoding sequence; they stand behind it in the table.
+    def draft(self, slots_S: np.ndarray, tokens: int, budget: int, drafts_S: np.ndarray) -> bool:
+        """Say in `drafts`, which holds zeros, how many guesses to process beside the one known token of each decoding sequence; they stand behind it in the
+        table. Whether there are any.
 
         `tokens`: in the step already; `budget`: how many more it may have.
         """
         table, most = self._table, self._config.max_draft_tokens
-        drafts_S, self._open = np.zeros(len(slots_S), np.int32), None
-        found = np.flatnonzero(self._index.guess(slots_S, most))
+        self._open = None
+        found = self._index.guess(slots_S, most).nonzero()[0]
         if not len(found):
-            return drafts_S
+            return False
         slots_F = slots_S[found]
         length_F = table.length_R[slots_F]
         self._open = found, table.tokens_RT[slots_F, length_F]
         room_F = table.limit_R[slots_F] - length_F - 1  # all of them right, one more token is sampled
         wanted_F = np.minimum(np.minimum(self._worthwhile(slots_F, tokens), most), room_F)
         drafts_S[found] = np.clip(budget - (np.cumsum(wanted_F) - wanted_F), 0, wanted_F)
-        return drafts_S
+        return bool(drafts_S.any())
 
     def learn(self, slots_S: np.ndarray, first_S: np.ndarray, drafts_S: np.ndarray, right_S: np.ndarray) -> None:
         """Of the decoding sequences of the step: the next token, how many guesses were processed and how many of them were right.

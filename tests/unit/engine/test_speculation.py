@@ -80,7 +80,7 @@ def check_speculation(folder, asked, config=None, plain=None, speculation=None) 
     assert guessing.tokens_generated == ordinary.tokens_generated and guessing.state().kv_used_frac == 0
     counts = guessing.speculation
     assert 0 < counts.accepted < counts.drafted
-    assert counts.turns + counts.accepted == ordinary.speculation.turns, "each right guess saves its sequence a turn"
+    assert counts.decodes + counts.accepted == ordinary.speculation.decodes, "each right guess saves its sequence a step"
     return guessing
 
 
@@ -257,12 +257,12 @@ def test_tokens_processed_on_trial_are_no_prefill(moe_folder):
     assert engine.tokens_prefilled == sum(10 + i for i in range(5)) and engine.speculation.drafted
 
 
-def test_without_speculation_every_turn_gives_one_token(moe_folder):
+def test_without_speculation_every_step_gives_a_sequence_one_token(moe_folder):
     engine = make_engine(moe_folder)
     done = run(engine, requests(3))
     counts = engine.speculation
-    assert (counts.drafted, counts.accepted, counts.acceptance, counts.tokens_per_turn) == (0, 0, 0.0, 1.0)
-    assert counts.turns == sum(len(c.tokens_N) - 1 for c in done.values()), "the first token comes out of the prefill"
+    assert (counts.drafted, counts.accepted, counts.acceptance, counts.tokens_per_step) == (0, 0, 0.0, 1.0)
+    assert counts.decodes == sum(len(c.tokens_N) - 1 for c in done.values()), "the first token comes out of the prefill"
 
 
 def test_verify_keeps_right_guesses_and_the_token_behind_them_up_to_a_stop():
@@ -286,11 +286,18 @@ def drafter(overhead: float, sequences: int, most: int = 8) -> tuple[Drafter, Sl
     return Drafter(table, PromptLookup(overhead_tokens=overhead, max_draft_tokens=most)), table
 
 
+def drafts_of(guessing: Drafter, sequences: int = 1, budget: int = 512) -> np.ndarray:
+    """In a step with nothing else."""
+    drafts = np.zeros(sequences, np.int32)
+    assert guessing.draft(np.arange(sequences), sequences, budget, drafts) == drafts.any()
+    return drafts
+
+
 def test_the_fuller_the_step_the_fewer_guesses():
     drafts = []
     for sequences in (1, 8, 32, 128):
         guessing, _ = drafter(8.0, sequences)
-        drafts.append(int(guessing.draft(np.arange(sequences), sequences, 512)[0]))
+        drafts.append(int(drafts_of(guessing, sequences)[0]))
     assert drafts == sorted(drafts, reverse=True) and drafts[0] > 3 and drafts[-1] == 0
 
 
@@ -298,11 +305,11 @@ def test_wrong_guesses_end_the_guessing_and_right_ones_bring_it_back_without_a_t
     guessing, table = drafter(8.0, 1)
     slots = np.arange(1)
     for _ in range(20):
-        drafts = guessing.draft(slots, 1, 512)
+        drafts = drafts_of(guessing)
         guessing.learn(slots, np.array([60]), drafts, np.array([0]))
     assert drafts[0] == 0
     for _ in range(20):
-        drafts = guessing.draft(slots, 1, 512)
+        drafts = drafts_of(guessing)
         first = table.tokens_RT[slots, table.length_R[slots]]
         guessing.learn(slots, first, np.zeros(1, np.int32), np.array([0]))
     assert drafts[0] > 3
@@ -311,9 +318,9 @@ def test_wrong_guesses_end_the_guessing_and_right_ones_bring_it_back_without_a_t
 def test_no_more_guesses_than_the_limit_leaves_room_for():
     guessing, table = drafter(1e9, 1)
     table.limit_R[:] = 33
-    assert guessing.draft(np.arange(1), 1, 512)[0] == 2, "with both right, the third token is sampled"
+    assert drafts_of(guessing)[0] == 2, "with both right, the third token is sampled"
     table.limit_R[:] = 31
-    assert guessing.draft(np.arange(1), 1, 512)[0] == 0
+    assert drafts_of(guessing)[0] == 0
 
 
 def test_a_wrong_setting_is_refused_by_name(moe_folder):
