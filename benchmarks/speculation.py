@@ -78,7 +78,7 @@ class Transcripts:
 
 
 class Scripted:
-    """Stands in for the engine's `sample`: the same work, then the tokens of the transcripts, which it knows by the seeds of the requests."""
+    """Stands in for the engine's `sample`: the same work, then the tokens of the transcripts, known by the seeds of the requests."""
 
     def __init__(self) -> None:
         self.tokens_NT = np.zeros((0, 0), np.int32)
@@ -118,7 +118,7 @@ def decode(engine: EmbeddedEngine, transcripts: Sequence[np.ndarray]) -> dict[st
 
 
 def _all_decoding(engine: EmbeddedEngine) -> bool:
-    table, slots = engine._table, [sequence.slot for sequence in engine._scheduler.running]  # noqa: SLF001
+    table, slots = engine._table, [sequence.slot for sequence in engine._scheduler.running]
     return bool((table.length_R[slots] - table.context_R[slots] == 1).all())
 
 

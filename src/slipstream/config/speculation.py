@@ -21,11 +21,11 @@ class PromptLookup(Section):
 
     type: Literal["prompt_lookup"] = "prompt_lookup"
     max_draft_tokens: int = Field(default=12, ge=1, le=256)
-    """Most guesses of a sequence in a step. There are fewer where guesses of that sequence were wrong lately, where many sequences share the
-    step, and where the step is full (engine.max_step_tokens)."""
+    """Most guesses of a sequence in a step. There are fewer where guesses of that sequence were wrong lately, where many sequences share
+    the step, and where the step is full (engine.max_step_tokens)."""
     min_match_tokens: int = Field(default=2, ge=1, le=32)
     """Last tokens of the sequence that must have stood together before. Of longer matches, the longest is taken."""
-    overhead_tokens: float = Field(default=8.0, ge=0)
+    overhead_tokens: float = Field(default=4.0, ge=0)
     """What a step costs beside its tokens, in tokens. In a step of n tokens a guess is made when it is right more often than
     n / (n + overhead_tokens): below that, it costs more than it brings."""
 

@@ -246,6 +246,7 @@ class EmbeddedEngine:
             counts.accepted += int(right_S[decoding].sum())
         if self._drafter is not None:
             self._drafter.learn(plan.slots_S[decoding], first_S[decoding], plan.drafts_S[decoding], right_S[decoding])
+
     def _note_first_tokens(self, slots_S: np.ndarray) -> None:
         now = time.perf_counter()
         for slot in slots_S.tolist():

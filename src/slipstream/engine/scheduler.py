@@ -46,9 +46,7 @@ class Plan:
 class Scheduler:
     """Waiting and running sequences. `running` is in order of admission, the newest last; it is replaced, never mutated."""
 
-    def __init__(
-        self, table: SlotTable, cache: KvCache, max_step_tokens: int, prefix_cache: bool, drafter: Drafter | None = None
-    ) -> None:
+    def __init__(self, table: SlotTable, cache: KvCache, max_step_tokens: int, prefix_cache: bool, drafter: Drafter | None = None) -> None:
         self.table = table
         self.pool = BlockPool(cache.num_blocks)
         self.prefix = PrefixCache(self.pool) if prefix_cache else None
@@ -92,9 +90,7 @@ class Scheduler:
         samples_S = self.table.context_R[slots_S] + counts_S == self.table.length_R[slots_S]
         drafts_S = self._draft(decode_S, len(slots_S), budget, version)
         drafted = int(drafts_S.sum())
-        return Plan(
-            slots_S, counts_S + drafts_S, samples_S, len(decode_S), self._max_step_tokens - budget + drafted, drafts_S, drafted
-        )
+        return Plan(slots_S, counts_S + drafts_S, samples_S, len(decode_S), self._max_step_tokens - budget + drafted, drafts_S, drafted)
 
     def trim(self, slots_S: np.ndarray) -> None:
         """Give back the blocks of these decoding sequences in which only rejected guesses lie."""

@@ -7,7 +7,8 @@ draft that puts all its weight on one token, with the draws in common.
 
 Guesses stand in the slot table behind the known tokens, where nobody else looks. Knows nothing of models, blocks or KV.
 
-Shape suffixes: R slots, S sequences of the step, N rows: positions that are sampled from, sequence by sequence.
+Shape suffixes: R slots, S sequences of the step, F those with a match, M kinds of matches, N rows: positions that are sampled from,
+sequence by sequence.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from slipstream.ops.lookup import LookupIndex
 
 RATE = 0.15
 """Weight of the newest guess in a sequence's share of right ones: the last six or seven guesses decide."""
-FIRST = 0.7
-"""That share before anything is known, when a first match turns up."""
+FIRST = (0.5, 0.9)
+"""That share before anything is known, for short and for long matches."""
+VERIFYING = 1.0
+"""What a step costs more when it holds guesses at all, in tokens: to look at what became of them."""
+LONG = 16
+"""Tokens from which a match is long: a passage that is being copied, no phrase. Each kind has its own share of right guesses."""
 
 
 @dataclass(slots=True)
@@ -80,31 +85,32 @@ class Drafter:
         self._config = config
         self._table = table
         self._index = LookupIndex(table.tokens_RT, table.length_R, table.limit_R, config.min_match_tokens)
-        self._right_R = np.full(len(table.length_R), FIRST)
-        self._open: tuple[np.ndarray, np.ndarray] | None = None
-        """(rows of the decoding sequences with a match, first guess of each) of the step under way."""
+        self._right_RM = np.tile(FIRST, (len(table.length_R), 1))
+        self._open: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        """(rows of the decoding sequences with a match, whether it is a long one, first guess) of the step under way."""
 
     def enter(self, slot: int) -> None:
         """A sequence has been given this slot."""
         self._index.clear(slot)
-        self._right_R[slot] = FIRST
+        self._right_RM[slot] = FIRST
 
     def draft(self, slots_S: np.ndarray, tokens: int, budget: int, drafts_S: np.ndarray) -> bool:
-        """Say in `drafts`, which holds zeros, how many guesses to process beside the one known token of each decoding sequence; they stand behind it in the
-        table. Whether there are any.
+        """Say in `drafts`, which holds zeros, how many guesses to process beside the one known token of each decoding sequence; they
+        stand behind it in the table. Returns whether there are any.
 
         `tokens`: in the step already; `budget`: how many more it may have.
         """
         table, most = self._table, self._config.max_draft_tokens
         self._open = None
-        found = self._index.guess(slots_S, most).nonzero()[0]
+        match_S = self._index.guess(slots_S, most)
+        found = match_S.nonzero()[0]
         if not len(found):
             return False
-        slots_F = slots_S[found]
+        slots_F, long_F = slots_S[found], (match_S[found] >= LONG).astype(np.int64)
         length_F = table.length_R[slots_F]
-        self._open = found, table.tokens_RT[slots_F, length_F]
+        self._open = found, long_F, table.tokens_RT[slots_F, length_F]
         room_F = table.limit_R[slots_F] - length_F - 1  # all of them right, one more token is sampled
-        wanted_F = np.minimum(np.minimum(self._worthwhile(slots_F, tokens), most), room_F)
+        wanted_F = self._worthwhile(np.clip(self._right_RM[slots_F, long_F], 0.01, 0.99), np.minimum(room_F, most), tokens)
         drafts_S[found] = np.clip(budget - (np.cumsum(wanted_F) - wanted_F), 0, wanted_F)
         return bool(drafts_S.any())
 
@@ -115,15 +121,16 @@ class Drafter:
         """
         if self._open is None:
             return
-        found, guess_F = self._open
+        found, long_F, guess_F = self._open
         slots_F, tried_F = slots_S[found], np.maximum(drafts_S[found], 1)
         right_F = np.where(drafts_S[found] > 0, right_S[found], first_S[found] == guess_F)
-        share_F = 1 - (1 - self._right_R[slots_F]) * (1 - RATE) ** right_F
-        self._right_R[slots_F] = share_F * np.where(right_F < tried_F, 1 - RATE, 1.0)
+        share_F = 1 - (1 - self._right_RM[slots_F, long_F]) * (1 - RATE) ** right_F
+        self._right_RM[slots_F, long_F] = share_F * np.where(right_F < tried_F, 1 - RATE, 1.0)
 
-    def _worthwhile(self, slots_F: np.ndarray, tokens: int) -> np.ndarray:
-        """The i-th guess is right with probability right^i. It pays above the share of a step's time that one more token takes of one
-        that is there: n / (n + overhead)."""
-        least = tokens / (tokens + self._config.overhead_tokens)
-        share_F = np.clip(self._right_R[slots_F], 0.01, 0.99)
-        return (np.log(least) / np.log(share_F)).astype(np.int32)
+    def _worthwhile(self, share_F: np.ndarray, most_F: np.ndarray, tokens: int) -> np.ndarray:
+        """The i-th guess of a sequence is right with probability share^i. It pays above the share of a step's time that one more token
+        takes of one that is there, n / (n + overhead); and all of them together must pay for `VERIFYING`."""
+        price = tokens / (tokens + self._config.overhead_tokens)
+        wanted_F = np.minimum((np.log(price) / np.log(share_F)).astype(np.int32), most_F)
+        gain = (share_F * (1 - share_F**wanted_F) / (1 - share_F)).sum()
+        return wanted_F if gain > price * (wanted_F.sum() + VERIFYING) else np.zeros_like(wanted_F)

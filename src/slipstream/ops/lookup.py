@@ -1,7 +1,8 @@
 """Prompt lookup: what followed the last tokens of a sequence where they stood before (Saxena, "Prompt Lookup Decoding", 2023)?
 
-The index of a sequence is that of LZ77 in deflate (Deutsch, RFC 1951, section 4): places where equal n-grams end form a chain, newest first. It grows by what is new since the last call, so a step costs nothing that grows with the length. It knows no requests, no model and
-not whether a guess is worth making.
+The index of a sequence is that of LZ77 in deflate (Deutsch, RFC 1951, section 4): places where equal n-grams end form a chain, newest
+first. It grows by what is new since the last call, so a step costs nothing that grows with the length. It knows no requests, no model
+and not whether a guess is worth making.
 
 Shape suffixes: R slots, T token positions, S sequences of the step, C chains.
 """
@@ -18,7 +19,7 @@ _FNV_OFFSET, _FNV_PRIME, _64_BITS = 0xCBF29CE484222325, 0x100000001B3, (1 << 64)
 
 
 class LookupIndex:
-    """An index a slot over the rows of a table of tokens. It keeps the arrays that it is given, and looks at what they hold at each call."""
+    """An index a slot over the rows of a table of tokens. It keeps the arrays that it is given, and reads them at each call."""
 
     def __init__(self, tokens_RT: np.ndarray, known_R: np.ndarray, limit_R: np.ndarray, gram: int, native: bool = True) -> None:
         """`tokens`: of each slot `known` are known, and there may be `limit` one day. `gram`: tokens that must match at least. All int32.
