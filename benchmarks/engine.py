@@ -6,7 +6,7 @@ same. Each engine runs in its own process, and they take turns: round by round, 
 first request to the last token and includes prefill. A ratio is slipstream / other, median over the rounds.
 
 The checkpoint has random weights and no end-of-sequence token, so each request runs to its length. Prompts are fresh in each round: no
-prefix cache helps anybody. llama.cpp has bfloat16 weights whatever --dtype says: its fastest on a CPU. vLLM and llama.cpp live in
+prefix cache helps anybody. llama.cpp has bfloat16 weights whatever --dtype says (--llama-dtype): its fastest on a CPU. vLLM and llama.cpp live in
 benchmarks/.venv-vllm and .venv-llama, made on first use; where one cannot run, its figure is null and `..._reason` says why.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.harness import finish, median, spread
 from slipstream.models.maker import make_model
 
 ROOT = Path(__file__).resolve().parents[1]
-REQUESTS: Mapping[int, int] = {1: 3, 8: 16, 32: 64, 128: 256}
+REQUESTS: Mapping[int, int] = {1: 6, 8: 16, 32: 64, 128: 128}
 """Requests of one measurement, by how many are in flight: whole batches for transformers (but for one in flight)."""
 LONG_PROMPT = 512
 """Tokens from which a measurement has half the requests."""
@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="small-moe", help="model of slipstream.models.maker: small-moe (16M parameters) or tiny-moe")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--llama-dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights of llama.cpp")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="+", choices=list(REQUESTS), default=list(REQUESTS))
     parser.add_argument(
@@ -70,7 +71,7 @@ def main() -> None:
     sizes = args.prompt_tokens[:1] if args.quick else args.prompt_tokens
     cells = {(size, c): requests_of(size, c, args.quick) for size in sizes for c in levels}
     model = checkpoint(args.preset)
-    peers, missing = start(model, args.dtype, args.without)
+    peers, missing = start(model, args.dtype, args.llama_dtype, args.without)
     try:
         mix = Mix(json.loads((model / "config.json").read_text())["vocab_size"], tuple(args.output_tokens))
         measured = measure(peers, cells, rounds, mix)
@@ -98,14 +99,14 @@ def checkpoint(preset: str) -> Path:
     return folder
 
 
-def start(model: Path, dtype: str, without: Sequence[str]) -> tuple[list[Process], dict[str, str]]:
+def start(model: Path, dtype: str, llama_dtype: str, without: Sequence[str]) -> tuple[list[Process], dict[str, str]]:
     """The engines that run here, slipstream's first, and why another is not among them."""
     peers = [Process("slipstream", sys.executable, command("slipstream", model, dtype))]
     missing = dict.fromkeys(without, "left out by --without")
     for name in ("transformers", "vllm", "llama.cpp"):
         try:
             if name not in missing:
-                peers.append(start_peer(name, model, dtype))
+                peers.append(start_peer(name, model, llama_dtype if name == "llama.cpp" else dtype))
         except (InstallError, PeerError) as error:
             missing[name] = str(error)
     return peers, missing
@@ -115,7 +116,7 @@ def start_peer(name: str, model: Path, dtype: str) -> Process:
     if name == "vllm":
         return Process(name, python := vllm_python(), command(name, model, dtype), vllm_environment(python))
     if name == "llama.cpp":
-        return Process(name, llama_python(), command(name, model, "bfloat16"))
+        return Process(name, llama_python(), command(name, model, dtype))
     return Process(name, sys.executable, command(name, model, dtype))
 
 

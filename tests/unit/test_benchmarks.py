@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks import _json_task, _sft_peers, _step_ceiling, parity_families, rl_vs_trl, trainer
+from benchmarks import _gguf, _json_task, _sft_peers, _step_ceiling, engine, parity_families, rl_vs_trl, speculation, trainer
 from benchmarks._ceilings import training_products
 from benchmarks._process import PeerError
 from benchmarks._runs import run_config
@@ -180,3 +180,33 @@ def test_the_ceiling_is_the_flops_of_the_step_by_its_seconds_and_the_best_rate(m
     assert 1024 < tokens <= 2048 and peak["gflops"] == 1.0 and len(peak["ceilings"]) == 8
     assert step["frac"] == pytest.approx(step["gflops"]) and step["frac_of_shapes"] == pytest.approx(2 * step["frac"])
     assert 1.0 < step["gflops"] * 2e9 / (6 * active * tokens) < 1.5  # attention comes on top
+
+
+def test_the_gguf_of_a_checkpoint_has_every_tensor_under_its_name_there(tmp_path):
+    make(tmp_path / "model", "tiny-moe", ["calculator"], seed=0)
+    tensors = {name: tensor.numpy() for name, tensor in hf.read_tensors(tmp_path / "model").items()}
+    config = {**PRESETS["tiny-moe"]}
+    renamed = _gguf._renamed(tensors, config)
+    assert sum(tensor.size for tensor in renamed.values()) == sum(tensor.size for tensor in tensors.values())
+    experts = renamed["blk.1.ffn_down_exps.weight"]
+    np.testing.assert_array_equal(experts[3], tensors["model.layers.1.mlp.experts.3.down_proj.weight"])
+    assert renamed["output_norm.weight"].ndim == 1 and "blk.3.ffn_gate_inp.weight" in renamed
+
+
+def test_requests_of_the_engine_benchmark_have_exact_prompts_and_the_same_lengths_in_every_round():
+    mix = engine.Mix(100, (16, 96))
+    prompts, lengths = mix.requests(64, 8, 1)
+    others, again = mix.requests(64, 8, 2)
+    assert {len(prompt) for prompt in prompts} == {64} and prompts != others and lengths == again
+    assert [engine.requests_of(1024, c, quick=False) for c in engine.REQUESTS] == [3, 8, 32, 128]
+    assert all(engine.requests_of(64, c, quick=True) >= c for c in engine.REQUESTS)
+    cells = {(64, 1): 3, (64, 8): 16, (1024, 8): 8}
+    assert engine.by_size(cells, dict.fromkeys(cells, 1.5)) == {"64": {"1": 1.5, "8": 1.5}, "1024": {"8": 1.5}}
+
+
+def test_the_speculation_benchmark_writes_its_transcripts_with_and_without_guesses(tmp_path):
+    make(tmp_path / "model", "tiny-moe", ["calculator"], seed=0)
+    rows = speculation.compare(tmp_path / "model", "float32", {"type": "prompt_lookup"}, [2], rounds=1)
+    by_kind = {row["text"]: row for row in rows}
+    assert by_kind.keys() == set(speculation.KINDS) and all(row["speedup"] > 0 for row in rows)
+    assert by_kind["repeating"]["tokens_per_step"] > 2 and by_kind["random"]["tokens_per_step"] < 1.1

@@ -26,7 +26,7 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.sampler import sample
 from slipstream.engine.scheduler import Plan, Scheduler
 from slipstream.engine.sequence import Sequence, SlotTable
-from slipstream.engine.speculation import Drafter, SpeculationCounts, Verdict, verify
+from slipstream.engine.speculation import Drafter, SpeculationCounts, append_verified
 from slipstream.engine.stops import StopText
 from slipstream.engine.weights import LiveWeights
 from slipstream.errors import ConfigError, EngineUnavailable, RequestError
@@ -82,8 +82,8 @@ class EmbeddedEngine:
         self._capture = config.capture_routing and bool(spec.moe_layers)
         self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, self._capture)
         self._table = SlotTable(config.max_running, seq_len, config.block_tokens)
-        guesses = isinstance(config.speculation, PromptLookup)
-        self._drafter = Drafter(self._table, config.speculation) if guesses else None
+        speculation = config.speculation
+        self._drafter = Drafter(self._table, speculation) if isinstance(speculation, PromptLookup) else None
         self._scheduler = Scheduler(self._table, self._cache, config.max_step_tokens, config.prefix_cache, self._drafter)
         self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts)
         self._random = np.random.default_rng(seed)
@@ -199,8 +199,7 @@ class EmbeddedEngine:
         stopped_S, full_S = table.append_sampled(slots_S, tokens_S, logprobs_S)
         result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[slots_S], tokens_S, logprobs_S
         for i in np.flatnonzero(table.has_stop_text_R[slots_S] & ~stopped_S):
-            slot = int(slots_S[i])
-            stopped_S[i] = self._hits_stop_text(self._scheduler.at(slot), int(table.length_R[slot]))
+            stopped_S[i] = self._slot_hits_stop_text(int(slots_S[i]), int(table.length_R[slots_S[i]]))
         self._learn(plan, tokens_S, plan.drafts_S)
         return stopped_S, full_S
 
@@ -211,31 +210,13 @@ class EmbeddedEngine:
         table, drafts_S = self._table, plan.drafts_S[plan.samples_S]
         rows = table.rows_behind(slots_S, drafts_S + 1)
         tokens_N, logprobs_N = sample(logits_NV, table.sample_params(rows.slot_N, rows.ahead_N))
-        guesses_N = table.tokens_RT[rows.slot_N, rows.position_N]
-        table.tokens_RT[rows.slot_N, rows.position_N] = tokens_N
-        table.logprobs_RT[rows.slot_N, rows.position_N] = logprobs_N
-        stops_N = table.is_stop(rows.slot_N, tokens_N)
-        verdict = verify(tokens_N, guesses_N, stops_N, rows.ahead_N)
-        if self._mark_stop_texts(slots_S, verdict, stops_N):
-            verdict = verify(tokens_N, guesses_N, stops_N, rows.ahead_N)
-        kept_N, gained_S = verdict.kept_N, verdict.gained_S
-        table.advance(slots_S, gained_S)
+        verdict = append_verified(table, slots_S, rows, tokens_N, logprobs_N, self._slot_hits_stop_text)
+        kept_N = verdict.kept_N
         self._runner.uncount(table.kv_slots(rows.slot_N[~kept_N], rows.position_N[~kept_N] - 1))
         self._scheduler.trim(slots_S[drafts_S > 0])
         result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[rows.slot_N[kept_N]], tokens_N[kept_N], logprobs_N[kept_N]
-        self._learn(plan, tokens_N[rows.ahead_N == 0], gained_S - 1)
+        self._learn(plan, tokens_N[verdict.first_N], verdict.gained_S - 1)
         return verdict.stopped_S, table.length_R[slots_S] >= table.limit_R[slots_S]
-
-    def _mark_stop_texts(self, slots_S: np.ndarray, verdict: Verdict, stops_N: np.ndarray) -> bool:
-        """Mark in `stops_N` each row whose token completes a stop string, of the rows that would be kept; whether there are any."""
-        table, first_S, found = self._table, np.flatnonzero(verdict.first_N), False
-        for i in np.flatnonzero(table.has_stop_text_R[slots_S]).tolist():
-            sequence, length = self._scheduler.at(int(slots_S[i])), int(table.length_R[slots_S[i]])
-            for j in range(int(verdict.gained_S[i])):
-                if self._hits_stop_text(sequence, length + j + 1):
-                    stops_N[first_S[i] + j] = found = True
-                    break
-        return found
 
     def _learn(self, plan: Plan, first_S: np.ndarray, right_S: np.ndarray) -> None:
         """`first`: next token, `right`: guesses that were right, of the sequences that sampled: first the decoding ones."""
@@ -254,9 +235,10 @@ class EmbeddedEngine:
             if not sequence.first_token_s:
                 sequence.first_token_s = now
 
-    def _hits_stop_text(self, sequence: Sequence, end: int) -> bool:
-        """Whether the token before position `end` completes one of its stop strings."""
-        completion_N = self._table.tokens_RT[sequence.slot, sequence.prompt_tokens : end]
+    def _slot_hits_stop_text(self, slot: int, end: int) -> bool:
+        """Whether the token before position `end` completes one of the stop strings of the sequence in this slot."""
+        sequence = self._scheduler.at(slot)
+        completion_N = self._table.tokens_RT[slot, sequence.prompt_tokens : end]
         return self._stop_text.hit(completion_N, sequence.request.sampling.stop)
 
     # ---- the end of a request ----

@@ -13,12 +13,13 @@ sequence by sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from slipstream.config.speculation import PromptLookup
-from slipstream.engine.sequence import SlotTable
+from slipstream.engine.sequence import Rows, SlotTable
 from slipstream.ops.lookup import LookupIndex
 
 RATE = 0.15
@@ -76,6 +77,28 @@ def verify(tokens_N: np.ndarray, guesses_N: np.ndarray, stops_N: np.ndarray, ahe
     gained_S = np.minimum.reduceat(np.where(ends_N, ahead_N, len(ahead_N)), starts_S) + 1
     kept_N = ahead_N < np.repeat(gained_S, np.diff(starts_S, append=len(ahead_N)))
     return Verdict(first_N, kept_N, gained_S, stops_N[starts_S + gained_S - 1])
+
+
+def append_verified(
+    table: SlotTable,
+    slots_S: np.ndarray,
+    rows: Rows,
+    tokens_N: np.ndarray,
+    logprobs_N: np.ndarray,
+    hits_stop_text: Callable[[int, int], bool],
+) -> Verdict:
+    """Store what is kept of the tokens sampled at `rows`. `hits_stop_text(slot, end)`: whether the token before position `end` completes a
+    stop string."""
+    guesses_N, stops_N = table.tokens_RT[rows.slot_N, rows.position_N], table.is_stop(rows.slot_N, tokens_N)
+    table.tokens_RT[rows.slot_N, rows.position_N] = tokens_N  # those that are not kept lie behind what is known, as the guesses did
+    table.logprobs_RT[rows.slot_N, rows.position_N] = logprobs_N
+    verdict = verify(tokens_N, guesses_N, stops_N, rows.ahead_N)
+    for i in np.flatnonzero(table.has_stop_text_R[rows.slot_N] & verdict.kept_N).tolist():
+        stops_N[i] |= hits_stop_text(int(rows.slot_N[i]), int(rows.position_N[i]) + 1)
+    if table.has_stop_text_R[slots_S].any():
+        verdict = verify(tokens_N, guesses_N, stops_N, rows.ahead_N)
+    table.advance(slots_S, verdict.gained_S)
+    return verdict
 
 
 class Drafter:
