@@ -6,8 +6,8 @@ same. Each engine runs in its own process, and they take turns: round by round, 
 first request to the last token and includes prefill. A ratio is slipstream / other, median over the rounds.
 
 The checkpoint has random weights and no end-of-sequence token, so each request runs to its length. Prompts are fresh in each round: no
-prefix cache helps anybody. llama.cpp has bfloat16 weights whatever --dtype says (--llama-dtype): its fastest on a CPU. vLLM and llama.cpp live in
-benchmarks/.venv-vllm and .venv-llama, made on first use; where one cannot run, its figure is null and `..._reason` says why.
+prefix cache helps anybody. llama.cpp has bfloat16 weights whatever --dtype says (--llama-dtype): its fastest on a CPU. vLLM and llama.cpp
+live in benchmarks/.venv-vllm and .venv-llama, made on first use; where one cannot run, its figure is null and `..._reason` says why.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import numpy as np
 from slipstream.engine.kv import BlockPool, KvCache
 from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.sequence import Sequence, SlotTable
-from slipstream.serving.keys import extend_keys
 from slipstream.engine.speculation import Drafter
+from slipstream.serving.keys import extend_keys
 
 
 @dataclass(frozen=True, slots=True)
