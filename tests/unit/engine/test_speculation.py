@@ -184,6 +184,18 @@ def test_guesses_preempt_nobody(moe_folder):
     assert guessing.preemptions <= plain.preemptions
 
 
+def test_after_a_step_a_sequence_holds_the_blocks_of_the_tokens_that_it_keeps_and_no_others(moe_folder):
+    engine = make_engine(moe_folder, kv_memory_mib=4, **EAGER)
+
+    def check(step):
+        for sequence in engine._scheduler.running:
+            context = int(engine._table.context_R[sequence.slot])
+            assert len(sequence.blocks) == engine._table.num_blocks_R[sequence.slot] == engine._scheduler.blocks_for(context)
+
+    run(engine, requests(8), check)
+    assert engine.speculation.drafted > engine.speculation.accepted > 0
+
+
 @pytest.mark.parametrize("budget", [20, 23, 40])
 def test_guesses_take_only_what_the_step_has_left(moe_folder, budget):
     guessing = make_engine(moe_folder, max_step_tokens=budget, max_running=20, kv_memory_mib=4, **EAGER)
