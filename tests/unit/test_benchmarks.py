@@ -8,7 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks import _gguf, _json_task, _sft_peers, _step_ceiling, engine, parity_families, rl_vs_trl, speculation, trainer
+from benchmarks import (
+    _gguf,
+    _json_task,
+    _router_engine,
+    _router_sim,
+    _router_trace,
+    _sft_peers,
+    _step_ceiling,
+    engine,
+    parity_families,
+    rl_vs_trl,
+    router,
+    speculation,
+    trainer,
+)
 from benchmarks._ceilings import training_products
 from benchmarks._process import PeerError
 from benchmarks._runs import run_config
@@ -74,6 +88,21 @@ def test_the_parity_figures_see_an_engine_with_other_weights(tmp_path, monkeypat
     row = parity_families.shape_row("minimax_m2", seeds=1)
     assert row["decode_diff"] > 1e-3 and row["round_trip"] and row["logit_diff"] < 1e-5
     assert not parity_families.headline([{**row, "decode": False}])["decode"]
+
+
+def test_the_simulated_pool_plays_every_turn_and_is_a_function_of_its_seed():
+    shape = _router_trace.TraceShape(sessions=8, group=4, groups_a_burst=1, turns=(2, 4))
+    costs = _router_engine.Costs(kv_tokens=32 * 1024)
+
+    def play(policy: str):
+        sessions = _router_trace.make_trace(shape, 1, costs.seq_len - 64)
+        simulation = _router_sim.Simulation(sessions, 2, costs, router.POLICIES[policy])
+        found = {key: value for key, value in simulation.run().items() if key != "decision_us"}
+        assert found["requests"] == sum(session.turns for session in sessions) and simulation.left == 0
+        return found
+
+    assert play("kv_aware") == play("kv_aware")
+    assert play("kv_aware")["hit_rate"] > play("round_robin_each")["hit_rate"] > 0
 
 
 class FakePeer:
