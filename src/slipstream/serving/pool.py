@@ -3,8 +3,8 @@
     down --(a recovery task finds it and gives it the current version)--> ready --(a call fails)--> down
 
 Requests of one rollout stay on one replica, whose prefix cache holds their beginning; a new rollout goes to the one with the fewest
-requests in flight. A request whose replica fails has produced nothing for its caller, so it is sent again to another one, or to the
-same one once it is back. Knows nothing of processes (a supervisor restarts them) and nothing of rollouts beyond the request id.
+requests in flight. A request whose replica fails is sent again to another one, or to the same one once it is back: from the start, or
+from the tokens that its caller has heard already. Knows nothing of processes (a supervisor restarts them) and nothing of rollouts beyond the request id.
 
 Uses asyncio's clock only.
 """
@@ -21,9 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from slipstream.errors import EngineError, EngineUnavailable, StateError
-from slipstream.serving.client import EngineBusy, HttpEngine
-from slipstream.serving.replica import Connect, Endpoint, Replica, keep_trying
+from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, StateError
+from slipstream.ports import Hear
+from slipstream.serving.client import HttpEngine
+from slipstream.serving.replica import ClosableEngine, Connect, Endpoint, Replica, keep_trying
+from slipstream.serving.resume import Resumable
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -60,13 +62,26 @@ class EnginePool:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ports.Engine. Waits for a replica while there is none; the caller's deadline bounds the whole."""
+        return await self._on_one(request, lambda engine: engine.generate(request))
+
+    async def stream(self, request: GenerateRequest, hear: Hear) -> Completion:
+        """See ports.StreamingEngine. When a replica fails in the middle, another one goes on from the tokens that were heard."""
+        begun = Resumable(request, hear)
+
+        async def go_on(engine: ClosableEngine) -> Completion:
+            before = begun.num_pieces
+            return begun.whole(await engine.stream(begun.request, begun.hear), before)
+
+        return await self._on_one(request, go_on)
+
+    async def _on_one(self, request: GenerateRequest, ask: Callable[[ClosableEngine], Awaitable[Completion]]) -> Completion:
         busy: set[Replica] = set()
         sends = 0
         while True:
             replica = await self._pick(request.id, busy)
             replica.in_flight += 1
             try:
-                return await replica.engine.generate(request)
+                return await ask(replica.engine)
             except EngineBusy:
                 busy.add(replica)
                 if all(other in busy for other in self._replicas if other.ready):

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from slipstream.errors import EngineUnavailable
-from slipstream.ports import Engine
+from slipstream.ports import Engine, StreamingEngine
 from slipstream.types import EngineState, PolicyVersion
 
 
@@ -25,7 +25,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
-class ClosableEngine(Engine, Protocol):
+class ClosableEngine(Engine, StreamingEngine, Protocol):
     """An engine behind a connection."""
 
     async def close(self) -> None: ...

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.errors import EngineError, EngineUnavailable, StateError
-from slipstream.serving.client import EngineBusy
+from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, StateError
 from slipstream.serving.pool import MOST_SENDS, EnginePool
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Sampling
 

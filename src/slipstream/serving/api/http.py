@@ -1,11 +1,11 @@
-"""What all routes share: JSON answers, errors as OpenAI writes them, and which exception is which status.
+"""What all routes share: JSON answers, errors in the shape of the API that was asked, and which exception is which status.
 
 400 RequestError, WireError    the request can never succeed; `param` names the field where one is known
-401                            admin routes without the run's token
+401, 404, 410 ApiError         no or a wrong key; no such model or session; a session that has ended
 404, 405, 413                  no such route, wrong method, body too large (aiohttp raises these)
 409 EngineError, ModelError    the engine refused new weights
-429 EngineUnavailable at add   the queue is full, or no version is live yet: try again
-503 EngineUnavailable later    a step failed, or the engine is going down
+429 EngineBusy                 the queue is full: try again
+503 EngineUnavailable          no version is live yet, a step failed, or the engine is going down
 """
 
 from __future__ import annotations
@@ -18,46 +18,88 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from slipstream.engine.driver import StepFailed
-from slipstream.errors import EngineError, EngineUnavailable, ModelError, RequestError, WireError
+from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, ModelError, RequestError, WireError
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 """Largest request body: 4 M tokens, or a very long conversation. More is answered with 413."""
 
+WIRE = "application/x-slipstream"
+"""Content type of token-in token-out."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""docs.anthropic.com, API reference, Errors; all other statuses are invalid_request_error."""
+ERROR_COUNTER = web.AppKey("error_counter", Callable[[int, Exception], None])
+"""Called with the status and the exception of every request that failed, where an application has one."""
 
-class FieldError(RequestError):
+
+class ApiError(RequestError):
+    """A request error with a status, and with OpenAI's `type`, `param` and `code`."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+
+
+class FieldError(ApiError):
     """A request error that knows the field."""
 
     def __init__(self, param: str, message: str):
-        super().__init__(f"{param}: {message}")
-        self.param = param
+        super().__init__(400, f"{param}: {message}", param=param)
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def error_body(error: Exception) -> dict[str, Any]:
-    kind = "invalid_request_error" if isinstance(error, (RequestError, WireError)) else type(error).__name__
-    return {"error": {"message": str(error), "type": kind, "param": getattr(error, "param", None), "code": None}}
+def status_of(error: Exception) -> int:
+    """Anything that is not ours to raise is a 500."""
+    if isinstance(error, ApiError):
+        return error.status
+    for kinds, status in (
+        ((RequestError, WireError), 400),
+        (EngineBusy, 429),
+        (EngineUnavailable, 503),
+        ((EngineError, ModelError), 409),
+        (web.HTTPException, getattr(error, "status", 500)),
+    ):
+        if isinstance(error, kinds):
+            return status
+    return 500
 
 
-def error_response(error: Exception, unavailable_status: int = 503) -> web.Response:
-    """The answer to a request that raised. Anything unexpected is logged with its traceback and becomes a 500."""
-    if isinstance(error, (RequestError, WireError)):
-        status = 400
-    elif isinstance(error, EngineUnavailable):
-        status = 503 if isinstance(error, StepFailed) else unavailable_status
-    elif isinstance(error, (EngineError, ModelError)):
-        status = 409
-    else:
+def error_body(error: Exception, anthropic: bool = False, message: str = "") -> dict[str, Any]:
+    """`message` replaces the exception's own."""
+    status, text = status_of(error), message or str(error)
+    if anthropic:
+        return {"type": "error", "error": {"type": _ANTHROPIC_KINDS.get(status, "invalid_request_error"), "message": text}}
+    wrong = isinstance(error, (RequestError, WireError, web.HTTPException))
+    kind = getattr(error, "kind", "invalid_request_error" if wrong else type(error).__name__)
+    return {"error": {"message": text, "type": kind, "param": getattr(error, "param", None), "code": getattr(error, "code", None)}}
+
+
+def is_anthropic(request: web.Request) -> bool:
+    return request.path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
+
+
+def note_error(request: web.Request, error: Exception) -> int:
+    """Log what is unexpected, count it where the application counts; its status."""
+    status = status_of(error)
+    if status == 500:
         log.error("a request failed", exc_info=error)
-        status = 500
-    return json_response(error_body(error), status)
+    if (count := request.app.get(ERROR_COUNTER)) is not None:
+        count(status, error)
+    return status
 
 
 @web.middleware
@@ -68,10 +110,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        body = {"error": {"message": _explain(request, error), "type": "invalid_request_error", "param": None, "code": None}}
-        return json_response(body, error.status)
+        return json_response(error_body(error, is_anthropic(request), _explain(request, error)), note_error(request, error))
     except Exception as error:
-        return error_response(error)
+        return json_response(error_body(error, is_anthropic(request)), note_error(request, error))
 
 
 async def read_json(request: web.Request, kind: Any) -> Any:
@@ -103,7 +144,7 @@ def _sent(body: bytes, path: str) -> str:
 
 def _explain(request: web.Request, error: web.HTTPException) -> str:
     if error.status == 404:
-        return f"{request.method} {request.path}: no such route; see GET /health, /v1/models, POST /v1/chat/completions, /v1/completions"
+        return f"{request.method} {request.path}: no such route; see GET /health, /v1/models, POST /v1/chat/completions, /v1/completions, /v1/messages"
     if error.status == 405:
         return f"{request.method} {request.path}: method not allowed here"
     if error.status == 413:

@@ -1,67 +1,65 @@
-"""OpenAI-compatible routes over the driver: /v1/models, /v1/completions, /v1/chat/completions, with streaming and tool calls.
+"""OpenAI-compatible routes over a port: /v1/models, /v1/completions, /v1/chat/completions, with streaming and tool calls.
 
-A request becomes one engine request a choice, all heard through one queue; a blocking answer drains it, a streaming one forwards it.
-Knows chats, tokens and HTTP; nothing of scheduling. What the fields mean is OpenAI's API reference; what is refused is in openai_types.
+Knows chats, tokens and HTTP; nothing of engines. What the fields mean is OpenAI's API reference; what is refused is in openai_types.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 from aiohttp import web
 
 from slipstream.chat.tokenizer import ChatTokenizer
-from slipstream.engine.choices import ChatChoice, Choice, TextChoice
-from slipstream.engine.driver import EngineDriver, Event
-from slipstream.engine.http import FieldError, error_body, error_response, json_response, read_json
-from slipstream.engine.openai_types import ChatBody, CompletionBody, SamplingBody
-from slipstream.errors import EngineUnavailable
-from slipstream.types import Completion, GenerateRequest, IntArray
+from slipstream.serving.api.answer import Event, Part, Tail, completions, sse, stream
+from slipstream.serving.api.choices import ChatChoice, Choice, TextChoice
+from slipstream.serving.api.http import FieldError, Handler, json_response, read_json
+from slipstream.serving.api.openai_types import ChatBody, CompletionBody, SamplingBody
+from slipstream.serving.api.port import REST, Call, Port
+from slipstream.types import Completion, IntArray
 
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions when left out, as in OpenAI's API; chats get the rest of the context."""
 
 
-def openai_routes(driver: EngineDriver, tokenizer: ChatTokenizer, model_name: str) -> list[web.RouteDef]:
-    """The three routes."""
-    created, seq_len = int(time.time()), driver.engine.seq_len
+def openai_routes(port: Port) -> list[tuple[str, str, Handler]]:
+    """(method, path, handler) of the three routes."""
+    created = int(time.time())
 
-    async def models(_: web.Request) -> web.Response:
-        card = {"id": model_name, "object": "model", "created": created, "owned_by": "slipstream", "max_model_len": seq_len}
+    async def models(request: web.Request) -> web.Response:
+        port.listed(request)
+        card = {"id": port.model, "object": "model", "created": created, "owned_by": "slipstream", "max_model_len": port.seq_len}
         return json_response({"object": "list", "data": [card]})
 
     async def chat(request: web.Request) -> web.StreamResponse:
         body: ChatBody = await read_json(request, ChatBody)
+        caller = port.caller(request, body.model)
         body.check()
-        prompt_T = tokenizer.prompt_ids(body.messages, body.offered_tools)
-        room = _room(prompt_T, seq_len, "messages")
-        answer = _Answer(f"chatcmpl-{secrets.token_hex(12)}", "chat.completion", model_name)
+        answer = _Answer(f"chatcmpl-{secrets.token_hex(12)}", "chat.completion", port.model)
         for i in range(body.n or 1):
-            choice = ChatChoice(i, tokenizer, body.stops, bool(body.logprobs), bool(body.offered_tools))
-            answer.add(choice, prompt_T, body, min(body.max_completion_tokens or body.max_tokens or room, room), i)
-        return await _respond(request, driver, answer, body)
+            sampling = body.sampling(body.max_completion_tokens or body.max_tokens or REST, i)
+            call = caller.chat(body.messages, body.offered_tools, sampling)
+            choice = ChatChoice(i, port.tokenizer, call.request.sampling.stop, bool(body.logprobs), bool(body.offered_tools))
+            answer.add(choice, call, leads=i == 0)
+        return await _respond(request, answer, body)
 
-    async def completions(request: web.Request) -> web.StreamResponse:
+    async def complete(request: web.Request) -> web.StreamResponse:
         body: CompletionBody = await read_json(request, CompletionBody)
+        caller = port.caller(request, body.model)
         body.check()
-        answer = _Answer(f"cmpl-{secrets.token_hex(12)}", "text_completion", model_name)
-        for prompt_T in _prompts(body.prompt, tokenizer):
-            room = _room(prompt_T, seq_len, "prompt")
+        answer = _Answer(f"cmpl-{secrets.token_hex(12)}", "text_completion", port.model)
+        for prompt_T in _prompts(body.prompt, port.tokenizer):
             for i in range(body.n or 1):
-                choice = TextChoice(len(answer.choices), tokenizer, body.stops, body.logprobs is not None)
-                answer.add(choice, prompt_T, body, min(body.max_tokens or DEFAULT_COMPLETION_TOKENS, room), i)
-        return await _respond(request, driver, answer, body)
+                call = caller.text(prompt_T, body.sampling(body.max_tokens or DEFAULT_COMPLETION_TOKENS, i))
+                choice = TextChoice(len(answer.choices), port.tokenizer, call.request.sampling.stop, body.logprobs is not None)
+                answer.add(choice, call, leads=i == 0)
+        return await _respond(request, answer, body)
 
-    return [web.get("/v1/models", models), web.post("/v1/chat/completions", chat), web.post("/v1/completions", completions)]
+    return [("GET", "/v1/models", models), ("POST", "/v1/chat/completions", chat), ("POST", "/v1/completions", complete)]
 
 
 @dataclass
@@ -72,21 +70,24 @@ class _Answer:
     kind: str
     model_name: str
     choices: list[Choice] = field(default_factory=list)
-    requests: list[GenerateRequest] = field(default_factory=list)
-    leading: set[int] = field(default_factory=set)
+    calls: list[Call] = field(default_factory=list)
+    leading: list[int] = field(default_factory=list)
     """The first choice of each prompt: usage counts a prompt once, however many choices it has."""
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def add(self, choice: Choice, prompt_T: IntArray, body: SamplingBody, max_tokens: int, number: int) -> None:
-        """`number` counts the choices of this prompt."""
-        if number == 0:
-            self.leading.add(choice.index)
+    def add(self, choice: Choice, call: Call, leads: bool) -> None:
+        if leads:
+            self.leading.append(choice.index)
         self.choices.append(choice)
-        self.requests.append(GenerateRequest(f"{self.id}-{choice.index}", prompt_T, body.sampling(max_tokens, number)))
+        self.calls.append(call)
+
+    @property
+    def parts(self) -> list[Part]:
+        return [Part(call, choice.message) for call, choice in zip(self.calls, self.choices, strict=True)]
 
     def usage(self, done: Sequence[Completion]) -> dict[str, Any]:
         """`done` in the order of the choices."""
-        prompt = sum(len(self.requests[i].prompt_T) for i in self.leading)
+        prompt = sum(len(self.calls[i].request.prompt_T) for i in self.leading)
         sampled = sum(len(completion.tokens_N) for completion in done)
         return {
             "prompt_tokens": prompt,
@@ -100,83 +101,34 @@ class _Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model_name, "choices": list(choices)}
 
 
-async def _respond(request: web.Request, driver: EngineDriver, answer: _Answer, body: SamplingBody) -> web.StreamResponse:
-    """Start every choice, then answer. Leaving early (the client went away, one choice failed) aborts the ones still running."""
-    events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-
-    def hear(index: int, event: Event) -> None:
-        if body.stream or not isinstance(event, tuple):
-            events.put_nowait((index, event))
-
-    with ExitStack() as running:
-        try:
-            for choice, engine_request in zip(answer.choices, answer.requests, strict=True):
-                running.enter_context(driver.listen(engine_request, partial(hear, choice.index)))
-        except EngineUnavailable as error:
-            return error_response(error, 429 if driver.ready else 503)
-        if body.stream:
-            return await _stream(request, answer, events, bool(body.stream_options and body.stream_options.include_usage))
-        done: dict[int, Completion] = {}
-        while len(done) < len(answer.choices):
-            index, event = await events.get()
-            done[index] = _completion(event)
+async def _respond(request: web.Request, answer: _Answer, body: SamplingBody) -> web.StreamResponse:
+    if body.stream:
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return await stream(request, answer.parts, lambda events: _chunks(answer, events, usage))
+    done = await completions(answer.parts)
     choices = [choice.whole(done[choice.index]) for choice in answer.choices]
-    return json_response({**answer.body(choices), "usage": answer.usage([done[i] for i in sorted(done)])})
+    return json_response({**answer.body(choices), "usage": answer.usage(done)})
 
 
-async def _stream(request: web.Request, answer: _Answer, events: asyncio.Queue[tuple[int, Event]], usage: bool) -> web.StreamResponse:
-    """Server-sent events. An error after the start is an event too: the status has gone out already."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    try:
-        async for payload in _payloads(answer, events, usage):
-            await response.write(b"data: " + msgspec.json.encode(payload) + b"\n\n")
-    except EngineUnavailable as error:
-        await response.write(b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    return response
-
-
-async def _payloads(answer: _Answer, events: asyncio.Queue[tuple[int, Event]], usage: bool) -> AsyncIterator[dict[str, Any]]:
+async def _chunks(answer: _Answer, events: AsyncIterator[Event], usage: bool) -> AsyncIterator[bytes]:
     """The chunks of a stream, in OpenAI's order: roles, deltas, finish reasons, usage."""
     extra: dict[str, Any] = {"usage": None} if usage else {}
     for choice in answer.choices:
         for chunk in choice.first():
-            yield {**answer.body([chunk], chunk=True), **extra}
+            yield sse({**answer.body([chunk], chunk=True), **extra})
     done: dict[int, Completion] = {}
-    while len(done) < len(answer.choices):
-        index, event = await events.get()
+    tails = [Tail() for _ in answer.choices]
+    async for index, event in events:
         choice = answer.choices[index]
-        if isinstance(event, tuple):
-            chunks = choice.push(*event)
-        else:
-            done[index] = _completion(event)
-            chunks = choice.last(done[index])
+        chunks = choice.push(*tails[index].news(event))
+        if isinstance(event, Completion):
+            done[index] = event
+            chunks += choice.last(event)
         for chunk in chunks:
-            yield {**answer.body([chunk], chunk=True), **extra}
+            yield sse({**answer.body([chunk], chunk=True), **extra})
     if usage:
-        yield {**answer.body([], chunk=True), "usage": answer.usage([done[i] for i in sorted(done)])}
-
-
-def _completion(event: Event) -> Completion:
-    """Raises what the event is, when it is an error; an aborted request has no answer."""
-    if isinstance(event, Exception):
-        raise event
-    assert isinstance(event, Completion)
-    if event.finish_reason == "abort":
-        raise EngineUnavailable("the request was aborted (by an admin or a weight update); send it again")
-    return event
-
-
-def _room(prompt_T: IntArray, seq_len: int, param: str) -> int:
-    """Tokens that can be sampled after this prompt. Raises FieldError when there is no prompt or no room."""
-    if not len(prompt_T):
-        raise FieldError(param, "empty: there is nothing to continue")
-    if len(prompt_T) >= seq_len:
-        raise FieldError(
-            param, f"{len(prompt_T)} tokens; the context is {seq_len} tokens, so a prompt has at most {seq_len - 1}. Shorten it"
-        )
-    return seq_len - len(prompt_T)
+        yield sse({**answer.body([], chunk=True), "usage": answer.usage([done[i] for i in sorted(done)])})
+    yield b"data: [DONE]\n\n"
 
 
 def _prompts(prompt: str | list[Any], tokenizer: ChatTokenizer) -> list[IntArray]:
