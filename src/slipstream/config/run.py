@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from slipstream.config.base import Section
 from slipstream.config.cluster import ClusterConfig
 from slipstream.config.envs import EnvConfig, EvalConfig
+from slipstream.config.gateway import GatewayConfig
 from slipstream.config.model import ModelConfig
 from slipstream.config.serve import EngineConfig
 from slipstream.config.train import SftConfig, TrainerConfig
@@ -126,6 +127,7 @@ class RunConfig(Section):
     """End early, with a last evaluation and checkpoint, at the first step after this much time since the start or the latest `--resume`."""
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig()
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     envs: tuple[EnvConfig, ...] = Field(min_length=1)

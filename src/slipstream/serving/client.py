@@ -1,7 +1,7 @@
 """The Engine port over HTTP: one engine server, from the caller's side.
 
-Speaks the wire format to POST /slipstream/generate and /slipstream/stream, and JSON to the admin routes. Knows nothing of other replicas, retries or versions:
-that is `slipstream.serving.pool`. Must be used from one event loop; connections are opened when they are first needed.
+Speaks the wire format to POST /slipstream/generate and /slipstream/stream, and JSON to the admin routes. Knows nothing of other replicas,
+retries or versions: that is `slipstream.serving.pool`. Must be used from one event loop; connections are opened when they are first needed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class HttpEngine:
         """See ports.StreamingEngine. Cancelling closes the connection, upon which the server aborts the request."""
         where = f"{self._stream_url} ({request.id})"
         try:
-            async with asyncio.timeout(self._generate_timeout_s), self._connected().post(self._stream_url, data=encode_request(request)) as response:
+            async with (
+                asyncio.timeout(self._generate_timeout_s),
+                self._connected().post(self._stream_url, data=encode_request(request)) as response,
+            ):
                 if response.status != 200:
                     raise _error_of("POST", self._stream_url, response.status, await response.read())
                 return await _heard(response.content, hear, where)

@@ -4,7 +4,8 @@
 
 Requests of one rollout stay on one replica, whose prefix cache holds their beginning; a new rollout goes to the one with the fewest
 requests in flight. A request whose replica fails is sent again to another one, or to the same one once it is back: from the start, or
-from the tokens that its caller has heard already. Knows nothing of processes (a supervisor restarts them) and nothing of rollouts beyond the request id.
+from the tokens that its caller has heard already. Knows nothing of processes (a supervisor restarts them) and nothing of rollouts beyond
+the request id.
 
 Uses asyncio's clock only.
 """

@@ -78,7 +78,6 @@ def test_an_edited_conversation_is_rendered_afresh(tokenizer, edit):
     user, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     prefix = Branches(TurnTokens(tokenizer))
     prompt = prefix.prompt([user])
-    prompt_T = prompt.tokens_T
     prefix.add(prompt, tokenizer.encode("b<|im_end|>"), reply)
     if edit.endswith("in place"):
         (reply if edit.startswith("reply") else user)["content"] = "other"
@@ -100,7 +99,6 @@ def test_tokens_that_were_sampled_stay_although_the_template_would_write_them_ot
     for each, sampled, content in ((forgetful, "hm</think>b", None), (tokenizer, '<tool_call>{"name":"f"}</tool_call>', "")):
         prefix = Branches(TurnTokens(each))
         prompt = prefix.prompt([user])
-        prompt_T = prompt.tokens_T
         said = reply if content is None else {"role": "assistant", "content": content}
         prefix.add(prompt, each.encode(f"{sampled}<|im_end|>"), said)
         after = prefix.prompt([user, said, more])

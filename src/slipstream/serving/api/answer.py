@@ -103,6 +103,8 @@ async def _running(parts: Sequence[Part], streamed: bool) -> AsyncIterator[async
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for part in parts:
+            part.call.drop()
 
 
 async def _next(events: asyncio.Queue[tuple[int, Any]]) -> Event:

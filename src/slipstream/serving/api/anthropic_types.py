@@ -39,7 +39,9 @@ class CountBody(msgspec.Struct, kw_only=True):
         if not self.messages:
             raise FieldError("messages", "empty; send at least one message such as {'role': 'user', 'content': 'Hello'}")
         if self.messages[-1].get("role") == "assistant":
-            raise FieldError("messages", "the last one is the assistant's, and continuing a reply is not supported; end with a user message")
+            raise FieldError(
+                "messages", "the last one is the assistant's, and continuing a reply is not supported; end with a user message"
+            )
         system = [] if self.system is None else [{"role": "system", "content": _text("system", self.system)}]
         return [*system, *(chat for i, message in enumerate(self.messages) for chat in _chat(f"messages[{i}]", message))]
 

@@ -10,15 +10,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, ModelError, RequestError, WireError
+from slipstream.errors import ConfigError, EngineBusy, EngineError, EngineUnavailable, ModelError, RequestError, WireError
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +42,10 @@ _ANTHROPIC_KINDS = {
     503: "overloaded_error",
 }
 """docs.anthropic.com, API reference, Errors; all other statuses are invalid_request_error."""
-ERROR_COUNTER = web.AppKey("error_counter", Callable[[int, Exception], None])
-"""Called with the status and the exception of every request that failed, where an application has one."""
+_KINDS = {400: "bad_request", 401: "wrong_key", 403: "wrong_key", 404: "not_found", 405: "not_found", 409: "refused", 413: "too_large"}
+_KINDS |= {429: "busy", 503: "unavailable"}
+ERRORS: web.AppKey[Counter[str]] = web.AppKey("errors", Counter)
+"""Requests that failed by kind (a code of ApiError, a word for the status, or 'disconnected'), where an application counts them."""
 
 
 class ApiError(RequestError):
@@ -97,9 +102,13 @@ def note_error(request: web.Request, error: Exception) -> int:
     status = status_of(error)
     if status == 500:
         log.error("a request failed", exc_info=error)
-    if (count := request.app.get(ERROR_COUNTER)) is not None:
-        count(status, error)
+    _count(request, getattr(error, "code", None) or _KINDS.get(status, "internal"))
     return status
+
+
+def _count(request: web.Request, kind: str) -> None:
+    if (errors := request.app.get(ERRORS)) is not None:
+        errors[kind] += 1
 
 
 @web.middleware
@@ -107,6 +116,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     """Every error of every route is JSON; a bad request never ends the server."""
     try:
         return await handler(request)
+    except (asyncio.CancelledError, ConnectionError):  # the client went away (or the server ends)
+        _count(request, "disconnected")
+        raise
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -142,9 +154,26 @@ def _sent(body: bytes, path: str) -> str:
     return f"; got {text if len(text) <= 80 else text[:80] + '...'}"
 
 
+async def listen(runner: web.AppRunner, host: str, port: int, section: str) -> str:
+    """Its URL. Raises ConfigError naming the keys of `section` when it cannot listen there."""
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"{section}.port: {host}:{port} is taken; stop what listens there or set another {section}.port (0: a free one)"
+            ) from None
+        reason = error.strerror or error
+        raise ConfigError(f"{section}.host = {host!r}, {section}.port = {port}: cannot listen there: {reason}") from None
+    address = runner.addresses[0]
+    name = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"http://{name}:{address[1]}"
+
+
 def _explain(request: web.Request, error: web.HTTPException) -> str:
     if error.status == 404:
-        return f"{request.method} {request.path}: no such route; see GET /health, /v1/models, POST /v1/chat/completions, /v1/completions, /v1/messages"
+        routes = "GET /health, /v1/models, POST /v1/chat/completions, /v1/completions, /v1/messages"
+        return f"{request.method} {request.path}: no such route; see {routes}"
     if error.status == 405:
         return f"{request.method} {request.path}: method not allowed here"
     if error.status == 413:

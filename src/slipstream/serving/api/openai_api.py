@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -40,11 +42,12 @@ def openai_routes(port: Port) -> list[tuple[str, str, Handler]]:
         caller = port.caller(request, body.model)
         body.check()
         answer = _Answer(f"chatcmpl-{secrets.token_hex(12)}", "chat.completion", port.model)
-        for i in range(body.n or 1):
-            sampling = body.sampling(body.max_completion_tokens or body.max_tokens or REST, i)
-            call = caller.chat(body.messages, body.offered_tools, sampling)
-            choice = ChatChoice(i, port.tokenizer, call.request.sampling.stop, bool(body.logprobs), bool(body.offered_tools))
-            answer.add(choice, call, leads=i == 0)
+        with answer.started():
+            for i in range(body.n or 1):
+                sampling = body.sampling(body.max_completion_tokens or body.max_tokens or REST, i)
+                call = caller.chat(body.messages, body.offered_tools, sampling)
+                choice = ChatChoice(i, port.tokenizer, call.request.sampling.stop, bool(body.logprobs), bool(body.offered_tools))
+                answer.add(choice, call, leads=i == 0)
         return await _respond(request, answer, body)
 
     async def complete(request: web.Request) -> web.StreamResponse:
@@ -52,8 +55,8 @@ def openai_routes(port: Port) -> list[tuple[str, str, Handler]]:
         caller = port.caller(request, body.model)
         body.check()
         answer = _Answer(f"cmpl-{secrets.token_hex(12)}", "text_completion", port.model)
-        for prompt_T in _prompts(body.prompt, port.tokenizer):
-            for i in range(body.n or 1):
+        with answer.started():
+            for prompt_T, i in product(_prompts(body.prompt, port.tokenizer), range(body.n or 1)):
                 call = caller.text(prompt_T, body.sampling(body.max_tokens or DEFAULT_COMPLETION_TOKENS, i))
                 choice = TextChoice(len(answer.choices), port.tokenizer, call.request.sampling.stop, body.logprobs is not None)
                 answer.add(choice, call, leads=i == 0)
@@ -80,6 +83,16 @@ class _Answer:
             self.leading.append(choice.index)
         self.choices.append(choice)
         self.calls.append(call)
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """While the choices are added: one that is refused takes the others with it."""
+        try:
+            yield
+        except BaseException:
+            for call in self.calls:
+                call.drop()
+            raise
 
     @property
     def parts(self) -> list[Part]:

@@ -39,6 +39,10 @@ class Call(Protocol):
         """What `run` returned, and how the client will see it. Raises EngineUnavailable when it was aborted."""
         ...
 
+    def drop(self) -> None:
+        """Nobody wants it any more. Does nothing once it has run."""
+        ...
+
 
 class Caller(Protocol):
     """Who makes the calls of one HTTP request. `sampling.max_tokens` is bounded by what there is room for."""
@@ -55,10 +59,12 @@ class Caller(Protocol):
 class Port(Protocol):
     """Behind the routes."""
 
-    tokenizer: ChatTokenizer
-    model: str
-    seq_len: int
-
+    @property
+    def tokenizer(self) -> ChatTokenizer: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def seq_len(self) -> int: ...
     def caller(self, request: web.Request, model: str | None) -> Caller:
         """Raises ApiError: no such model, no or a wrong key, a session that has ended."""
         ...
@@ -107,6 +113,9 @@ class PlainCall:
     def done(self, completion: Completion, reply: Callable[[], dict[str, Any]]) -> None:
         if completion.finish_reason == "abort":
             raise EngineUnavailable("the request was aborted (by an admin or a weight update); send it again")
+
+    def drop(self) -> None:
+        pass
 
 
 def room(prompt_T: IntArray, seq_len: int, param: str) -> int:
