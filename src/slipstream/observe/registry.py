@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 
-from slipstream.observe.keys import ENGINE, EVENTS, METRICS, ORCHESTRATOR, SPANS, TRAINER, Metric
+from slipstream.observe.keys import ENGINE, EVENTS, GATEWAY, METRICS, ORCHESTRATOR, SPANS, TRAINER, Metric
 
 
 def find(key: str) -> Metric | None:
@@ -30,7 +30,7 @@ _PATTERNS = [(metric, re.compile(re.sub(r"<\w+>", "[^/]+", metric.key))) for met
 def to_markdown() -> str:
     """docs/metrics.md."""
     parts = [_INTRODUCTION]
-    for title, metrics in (("Trainer", TRAINER), ("Orchestrator", ORCHESTRATOR), ("Engine", ENGINE)):
+    for title, metrics in (("Trainer", TRAINER), ("Orchestrator", ORCHESTRATOR), ("Engine", ENGINE), ("Gateway", GATEWAY)):
         parts.append(f"## {title}\n\n| Key | Definition | Unit | Healthy | If not |\n|---|---|---|---|---|\n")
         parts.append("".join(f"| `{m.key}` | {m.definition} | {m.unit} | {m.healthy} | {m.action} |\n" for m in metrics) + "\n")
     for title, lines in (("Spans", SPANS), ("Events", EVENTS)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Gate:
 
     async def post(self, path: str, body: object = None, status: int = 200, key: str = TOKEN, **headers: str) -> dict:
         sent = {"Authorization": f"Bearer {key}", **headers}
-        data = {"data": body} if isinstance(body, bytes) else {"json": body}
+        data = {"data": body} if isinstance(body, bytes | io.BytesIO) else {"json": body}
         async with self.http.post(path, headers=sent, **data) as response:
             answer = await response.json()
             assert response.status == status, answer

@@ -35,9 +35,9 @@ def samples(session: Session):
 def accounted(gate: Gate, session: Session) -> None:
     """Every token that the engine sampled is trained exactly once, with its logprob and version."""
     found = samples(session)
-    trained = [s.tokens_T[s.loss_mask_T].tolist() for s in found]
-    assert sorted(sum(trained, [])) == sorted(sum((turn.completion.tokens_N.tolist() for turn in session.turns), []))
-    assert sum(map(len, trained)) == gate.gateway.counts.tokens
+    trained = np.concatenate([s.tokens_T[s.loss_mask_T] for s in found])
+    assert sorted(trained) == sorted(np.concatenate([turn.completion.tokens_N for turn in session.turns]))
+    assert len(trained) == gate.gateway.counts.tokens
     for sample in found:
         assert (sample.logprobs_T[sample.loss_mask_T] == -0.5).all() and (sample.versions_T[sample.loss_mask_T] == 0).all()
         assert (sample.versions_T[~sample.loss_mask_T] == -1).all()
