@@ -35,6 +35,7 @@ BUILT_IN = {
     "reverse-text": "slipstream.envs.reverse_text:ReverseText",
     "constraints": "slipstream.envs.constraints:Constraints",
     "calculator": "slipstream.envs.calculator:Calculator",
+    "calculator-agent": "slipstream.envs.calculator_agent:CalculatorAgent",
 }
 """Name in a run file -> 'package.module:Class'."""
 
