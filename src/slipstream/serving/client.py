@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -144,7 +145,7 @@ async def _heard(body: aiohttp.StreamReader, hear: Hear, where: str) -> Completi
         if kind == PIECE:
             hear(read_piece(frame))
         elif kind == COMPLETION:
-            return await off_loop(size, lambda: decode_completion(frame))
+            return await off_loop(size, partial(decode_completion, frame))
         else:
             raise read_error(frame, where)
 

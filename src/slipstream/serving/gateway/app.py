@@ -31,9 +31,11 @@ from slipstream.observe import registry
 from slipstream.serving.api.answer import STREAMS
 from slipstream.serving.api.http import ERRORS, MAX_BODY_BYTES, WIRE, errors_as_json, json_response, listen, read_json
 from slipstream.serving.api.routes import api_routes
+from slipstream.serving.bodies import send_body
 from slipstream.serving.gateway.gateway import Gateway
 from slipstream.serving.gateway.session import Session
 from slipstream.serving.gateway.wire import encode_turns
+from slipstream.transport.threads import off_loop
 from slipstream.types import Sampling
 
 HEALTH_TIMEOUT_S = 2.0
@@ -77,11 +79,13 @@ def make_app(gateway: Gateway, turn_timeout_s: float) -> web.Application:
         gateway.admit(request)
         return json_response(_summary(gateway.named(request.match_info["session"])))
 
-    async def end(request: web.Request) -> web.Response:
+    async def end(request: web.Request) -> web.StreamResponse:
         gateway.admit(request)
         session = gateway.named(request.match_info["session"])
         gateway.end(session.id)
-        return web.Response(body=encode_turns(session.turns), content_type=WIRE)
+        routing = (turn.completion.routing for turn in session.turns)
+        size = sum(rows.ids_TLK.nbytes for rows in routing if rows is not None)
+        return await send_body(request, await off_loop(size, lambda: encode_turns(session.turns)), WIRE)
 
     async def health(_: web.Request) -> web.Response:
         try:
