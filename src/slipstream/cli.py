@@ -286,6 +286,19 @@ def rollouts(
         print(text, end="\n\n")
 
 
+@command("slipstream drain runs/quickstart engine-1")
+def drain(
+    run: RunFolder,
+    replica: Annotated[str, typer.Argument(help="Name of the replica, such as engine-1", show_default=False)],
+    undo: Annotated[bool, typer.Option("--undo", help="Send it requests again")] = False,
+) -> None:
+    """Send one replica of a running run nothing new, and wait until what runs there has ended. It still gets new weights."""
+    from slipstream.jobs.drain import drain as drain_replica
+
+    _check_run(run)
+    print(drain_replica(run, replica, undo))
+
+
 # ---- roles --------------------------------------------------------------------------------------------------------
 
 

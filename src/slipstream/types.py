@@ -314,6 +314,12 @@ class EngineState:
     busy_s: float = 0.0
     """Seconds spent computing since the start of the process (the rest is idle)."""
     uptime_s: float = 0.0
+    kv_tokens: int = 0
+    """Tokens that its KV cache holds; 0: it does not say."""
+    block_tokens: int = 0
+    """Tokens in a block of it; 0: it does not say."""
+    draining: bool = False
+    """Its operator wants it to get no new requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from slipstream.config.cluster import ClusterConfig
 from slipstream.config.envs import EnvConfig, EvalConfig
 from slipstream.config.gateway import GatewayConfig
 from slipstream.config.model import ModelConfig
+from slipstream.config.router import RouterConfig
 from slipstream.config.serve import EngineConfig
 from slipstream.config.train import SftConfig, TrainerConfig
 
@@ -128,6 +129,7 @@ class RunConfig(Section):
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig()
+    router: RouterConfig = RouterConfig()
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     envs: tuple[EnvConfig, ...] = Field(min_length=1)

@@ -38,7 +38,7 @@ class AbortBody(msgspec.Struct):
 
 
 def admin_routes(driver: EngineDriver, token: str) -> list[web.RouteDef]:
-    """POST /admin/{prepare,commit,abort,pause,resume} and GET /admin/state; each answers with the engine's state."""
+    """POST /admin/{prepare,commit,abort,pause,resume,drain,undrain} and GET /admin/state; each answers with the engine's state."""
 
     async def state(_: web.Request) -> web.Response:
         return json_response(await driver.state())
@@ -64,6 +64,14 @@ def admin_routes(driver: EngineDriver, token: str) -> list[web.RouteDef]:
         driver.resume()
         return await state(request)
 
+    async def drain(request: web.Request) -> web.Response:
+        driver.draining = True
+        return await state(request)
+
+    async def undrain(request: web.Request) -> web.Response:
+        driver.draining = False
+        return await state(request)
+
     def guarded(handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
             sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
@@ -73,5 +81,5 @@ def admin_routes(driver: EngineDriver, token: str) -> list[web.RouteDef]:
 
         return checked
 
-    posts = {"prepare": prepare, "commit": commit, "abort": abort, "pause": pause, "resume": resume}
+    posts = {"prepare": prepare, "commit": commit, "abort": abort, "pause": pause, "resume": resume, "drain": drain, "undrain": undrain}
     return [web.get("/admin/state", guarded(state)), *(web.post(f"/admin/{name}", guarded(f)) for name, f in posts.items())]

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,6 +92,8 @@ class EngineDriver:
         self._spans: list[tuple[float, float]] = []
         self._abandoned: set[str] = set()
         """Requests that nobody waits for any more, whose completion has still to come out of a step."""
+        self.draining = False
+        """What it says to routers: that it should get no new requests. It refuses none."""
         self.failed_steps = 0
         """Steps that raised, since the start."""
         self._failed_in_a_row = 0
@@ -147,7 +150,7 @@ class EngineDriver:
         self._abort_now(request_ids)
 
     async def state(self) -> EngineState:
-        return self.engine.state()
+        return replace(self.engine.state(), draining=self.draining)
 
     def pause(self) -> None:
         """Stop stepping; requests are accepted and wait."""

@@ -286,6 +286,8 @@ class EmbeddedEngine:
             generated_tokens=self.tokens_generated,
             busy_s=self.busy_s,
             uptime_s=time.perf_counter() - self._started_s,
+            kv_tokens=pool.num_blocks * self.config.block_tokens if self.config.prefix_cache else 0,
+            block_tokens=self.config.block_tokens,
         )
 
     @property

@@ -1,7 +1,6 @@
 """Prefix cache: finds KV blocks (with their routing rows) whose tokens and all tokens before them are the same.
 
-The key of a block chains over the whole prefix: key_i = H(key_{i-1}, tokens of block i), and key_{-1} comes from the request's salt, so
-prefixes of different salts never meet. Only full blocks have a key. Knows nothing of weights: the salt carries the policy version.
+Blocks go by their keys (`serving.keys`). Knows nothing of weights: the salt, from which keys start, carries the policy version.
 
 A block may be inserted as soon as the step that fills it is planned: within a step each layer writes all keys and values before anybody
 attends, so sequences admitted in the same step (the rollouts of one group) share the prompt that the first of them computes.
@@ -11,23 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-import xxhash
-
 from slipstream.engine.kv import BlockPool
-
-
-def extend_keys(keys: list[bytes], tokens_T: np.ndarray, salt: int, block_tokens: int) -> None:
-    """Append the keys of the full blocks of `tokens_T` that `keys` does not cover yet. 128-bit xxh3: collisions do not happen."""
-    full = len(tokens_T) // block_tokens
-    if len(keys) >= full:
-        return
-    raw = np.ascontiguousarray(tokens_T[: full * block_tokens], np.int32).tobytes()
-    size = 4 * block_tokens
-    previous = keys[-1] if keys else b"salt:%d" % salt
-    for i in range(len(keys), full):
-        previous = xxhash.xxh3_128_digest(previous + raw[i * size : (i + 1) * size])
-        keys.append(previous)
 
 
 class PrefixCache:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.engine.kv import BlockPool, KvCache
-from slipstream.engine.prefix import PrefixCache, extend_keys
+from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.sequence import Sequence, SlotTable
+from slipstream.serving.keys import extend_keys
 
 
 @dataclass(frozen=True, slots=True)

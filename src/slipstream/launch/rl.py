@@ -97,7 +97,7 @@ def check_here(config: RunConfig) -> None:
 def check_ports(config: RunConfig) -> None:
     """Refuse a port that something else listens on, before anything is deleted or started. Raises ConfigError."""
     host, first = config.engine.host, config.engine.port
-    for port in range(first, first + config.engine.replicas) if first else ():
+    for port in range(first, first + config.engine.replicas) if first and not config.router.urls else ():
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind, protocol) as probe:

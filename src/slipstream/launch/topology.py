@@ -38,7 +38,7 @@ def processes(config: RunConfig, run_folder: Path, port: int = 0) -> list[Proces
             _threads(config.engine.threads),
             restart=True,
         )
-        for replica in range(config.engine.replicas)
+        for replica in range(0 if config.router.urls else config.engine.replicas)  # those of router.urls run already
     ]
     threads, size = _threads(config.trainer.threads), config.trainer.parallel.processes
     trainers = [

@@ -581,7 +581,133 @@ GATEWAY = (
     ),
 )
 
-METRICS = (*TRAINER, *ORCHESTRATOR, *ENGINE, *GATEWAY)
+
+ROUTER = (
+    Metric(
+        "router/replicas/ready",
+        "Replicas that may get a request now.",
+        "1",
+        "all of them",
+        "Fewer: see `router/breaker/<replica>` and `router/replicas/draining`, then the log of the replica that is missing.",
+    ),
+    Metric(
+        "router/replicas/draining",
+        "Replicas that get no new requests because somebody wants so, or because they are no longer members.",
+        "1",
+        "0 outside maintenance",
+        "Take it back with `slipstream drain RUN REPLICA --undo`.",
+    ),
+    Metric(
+        "router/requests/in_flight",
+        "Requests that are at a replica now.",
+        "1",
+        "near the concurrency limit",
+        "Low while rollouts wait: environments or tools are what is slow.",
+    ),
+    Metric(
+        "router/requests/waiting",
+        "Requests that wait for a replica that may take them.",
+        "1",
+        "0",
+        "No replica is ready: see `router/replicas/ready`. At `router.max_waiting` further ones are refused.",
+    ),
+    Metric(
+        "router/tokens/pending",
+        "Prompt tokens that were sent and are presumably not computed yet, over all replicas.",
+        "tokens",
+        "well below what the replicas prefill in a second",
+        "High for long: prefill is the bottleneck; add replicas, or look at the share of `router/tokens/cached` in `router/tokens/prompt`.",
+    ),
+    Metric(
+        "router/tokens/prompt",
+        "Prompt tokens of answered requests since the start.",
+        "tokens",
+        "grows",
+        "Flat: nothing is answered.",
+    ),
+    Metric(
+        "router/tokens/predicted",
+        "Of these, tokens that the router expected in the chosen replica's KV cache.",
+        "tokens",
+        "within some percent of `router/tokens/cached`",
+        "Much above it: replicas reclaim more than they say; lower `router.index_tokens`. Much below: somebody else uses them too.",
+    ),
+    Metric(
+        "router/tokens/cached",
+        "Of these, tokens whose KV was in the cache, as the engine says.",
+        "tokens",
+        "most of `router/tokens/prompt` with several turns",
+        "Low: the cache is too small for the sessions at once (`engine.kv_memory_mib`), or they move: `router/moves/<reason>`.",
+    ),
+    Metric(
+        "router/time/decision_us",
+        "Mean time to hash a prompt and choose a replica, since the start.",
+        "us",
+        "below 1000",
+        "High: prompts are very long, or there are very many replicas.",
+    ),
+    Metric(
+        "router/breaker/<replica>",
+        "Circuit breaker of the replica: 0 closed, 1 half open (one request is tried), 2 open (it gets none).",
+        "1",
+        "0",
+        "2: the replica fails again and again, or is slow; see its log.",
+    ),
+    Metric(
+        "router/served/<replica>",
+        "Requests sent to the replica since the start.",
+        "1",
+        "even over replicas of the same kind",
+        "One far below: it was away or slow. With long shared prompts some skew is what the policy wants.",
+    ),
+    Metric(
+        "router/decisions/<reason>",
+        "Decisions since the start by reason: home (the session's replica), prefix (the most of its prompt is there), load (another has "
+        "less to do), cold (nobody has any of it), hash, turn.",
+        "1",
+        "mostly home or prefix with several turns",
+        "Much load with kv_aware: replicas are overloaded unevenly; see `router/moves/<reason>`.",
+    ),
+    Metric(
+        "router/moves/<reason>",
+        "Sessions that went on at another replica, by reason: load, prefix, down, draining, breaker, busy, left.",
+        "1",
+        "few",
+        "Many by load: raise `router.weights.stay`. Many by down: see `engine/steps/failed` and the supervisor's lines.",
+    ),
+    Metric(
+        "router/rejections/<reason>",
+        "Requests that ended without an answer, by reason: full (`router.max_waiting`), busy (the queue of every replica is full), "
+        "unavailable (none was ready within `router.patience_s`), given_up (it failed four times), refused (it can never succeed), "
+        "cancelled (by its caller).",
+        "1",
+        "none but cancelled, which stale and cut rollouts cause",
+        "The error of the rollout names the replica and the reason.",
+    ),
+    Metric(
+        "router/retries/count",
+        "Requests sent again after their replica failed, since the start.",
+        "1",
+        "0 while no engine dies",
+        "Steady growth: an engine fails again and again; see `engine/steps/failed`.",
+    ),
+    Metric(
+        "router/down/count",
+        "Times that a replica that was up failed a call or a health check, since the start.",
+        "1",
+        "0",
+        "The log of the orchestrator names the replica and the reason.",
+    ),
+    Metric(
+        "router/slow/count",
+        "Times that a replica was kept out for being `router.slow_factor` times slower than the median, since the start.",
+        "1",
+        "0",
+        "Look at what else runs on its host.",
+    ),
+)
+
+METRICS = (*TRAINER, *ORCHESTRATOR, *ROUTER, *ENGINE, *GATEWAY)
 
 SPANS = (
     Line("step", "trainer", "Forward, backward and optimizer of one step."),

@@ -72,7 +72,7 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
     tokenizer = ChatTokenizer.load(config.model.path)
     loaded = [load_env(env, config.seed) for env in config.envs]
     async with (
-        EnginePool.of_run(run_folder, config.engine.replicas) as engine,
+        EnginePool.of_run(run_folder, config.engine.replicas, config.router) as engine,
         gateway_for(loaded, engine, tokenizer, config) as gateway,
     ):
         players = [
@@ -80,7 +80,7 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
             for env, env_config in zip(loaded, config.envs, strict=True)
         ]
         envs = tuple(_watched(bound, watchdog.seen) for bound in _bind_envs(config, loaded, players, ledger.last_state()))
-        written = _WithProcess(metrics, gateway)
+        written = _Beside(metrics, engine, gateway)
         parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), written, time.time)
         beating = asyncio.create_task(_beat(watchdog, min(1.0, config.orchestrator.max_freeze_s / 4)))
         gc.freeze()  # nothing that is here already will be garbage: a full pass over it would hold the loop up for tens of milliseconds
@@ -154,15 +154,15 @@ def _not_played(env: str, task: str, rollout: str) -> str:
     )
 
 
-class _WithProcess:
-    """Metrics with the process's memory, and its gateway's counts, beside each step's."""
+class _Beside:
+    """Metrics with the process's memory, and the router's and the gateway's numbers, beside each step's."""
 
-    def __init__(self, metrics: MetricsWriter, gateway: Gateway | None):
+    def __init__(self, metrics: MetricsWriter, pool: EnginePool, gateway: Gateway | None):
         self._metrics = metrics
-        self._gateway = gateway
+        self._sources = [pool.metrics, *([] if gateway is None else [gateway.metrics])]
         self._process = psutil.Process()
         self.event = metrics.event
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        own = {"orchestrator/memory/rss_mib": self._process.memory_info().rss / 2**20}
-        self._metrics.log(step, {**values, **own, **({} if self._gateway is None else self._gateway.metrics())})
+        memory = {"orchestrator/memory/rss_mib": self._process.memory_info().rss / 2**20}
+        self._metrics.log(step, {**values, **memory, **{key: value for source in self._sources for key, value in source().items()}})

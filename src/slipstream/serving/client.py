@@ -87,6 +87,10 @@ class HttpEngine:
     async def resume(self) -> None:
         await self._admin_post("resume", {}, ASK_TIMEOUT_S)
 
+    async def drain(self, on: bool = True) -> None:
+        """Have it tell routers to send nothing new, or to send again. Not part of the port."""
+        await self._admin_post("drain" if on else "undrain", {}, ASK_TIMEOUT_S)
+
     async def state(self) -> EngineState:
         body = await self._send("GET", f"{self.url}/admin/state", None, self._admin, ASK_TIMEOUT_S)
         return msgspec.json.decode(body, type=EngineState)

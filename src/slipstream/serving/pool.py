@@ -1,11 +1,9 @@
-"""The Engine port over several replicas: who gets which request, and that every one of them has the current weights.
+"""The Engine port over several replicas: every request reaches one of them or ends with a typed error, and every replica has the current
+weights.
 
-    down --(a recovery task finds it and gives it the current version)--> ready --(a call fails)--> down
-
-Requests of one rollout stay on one replica, whose prefix cache holds their beginning; a new rollout goes to the one with the fewest
-requests in flight. A request whose replica fails is sent again to another one, or to the same one once it is back: from the start, or
-from the tokens that its caller has heard already. Knows nothing of processes (a supervisor restarts them) and nothing of rollouts beyond
-the request id.
+Which replica: `routing.router`. Who is up: `fleet`. Here: what happens to one request. One whose replica fails has produced nothing for
+its caller, so it is sent again to another one, or to the same one once it is back. What is refused is counted by reason. Knows nothing of
+processes (a supervisor restarts them) and nothing of rollouts beyond the request id.
 
 Uses asyncio's clock only.
 """
@@ -13,87 +11,150 @@ Uses asyncio's clock only.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
-from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, StateError
+from slipstream.config.router import RouterConfig
+from slipstream.errors import EngineBusy, EngineUnavailable, StateError
 from slipstream.ports import Hear
 from slipstream.serving.client import HttpEngine
-from slipstream.serving.replica import ClosableEngine, Connect, Endpoint, Replica, keep_trying
+from slipstream.serving.fleet import Fleet
+from slipstream.serving.members import Endpoint, FolderSource, Source, source_of
+from slipstream.serving.replica import ClosableEngine, Connect, Replica
 from slipstream.serving.resume import Resumable
+from slipstream.serving.routing.metrics import values
+from slipstream.serving.routing.router import Ask, Router, Sent
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
 
-log = logging.getLogger(__name__)
-
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 2.0
-REMEMBERED_ROLLOUTS = 65536
 MOST_SENDS = 4
 """Times that one request is sent before it is given up: a request that kills engines must not kill them for ever."""
+
+
+Call = Callable[[ClosableEngine, GenerateRequest], Awaitable[Completion]]
+"""One request to one engine."""
+
+
+class RouterFull(EngineBusy):
+    """More requests wait for a replica than router.max_waiting."""
 
 
 class EnginePool:
     """Implements ports.Engine. `async with EnginePool.of_run(folder, replicas) as pool`, or call `close` at the end."""
 
-    def __init__(self, endpoints: Sequence[Path], patience_s: float = 120.0, connect: Connect | None = None):
-        """`endpoints`: files like endpoints/engine-0.json; they may appear later and change when a replica is restarted.
-
-        `patience_s`: how long a call waits for a replica to be ready before it raises EngineUnavailable.
-        """
-        if not endpoints:
-            raise StateError("an EnginePool needs at least one endpoint")
-        self._replicas = [Replica(Path(file), connect or _connect_http) for file in endpoints]
-        self._patience_s = patience_s
+    def __init__(self, source: Source, config: RouterConfig | None = None, connect: Connect | None = None):
+        """`source`: who belongs to it; see `members`."""
+        self._config = config or RouterConfig()
+        self.router = Router(self._config)
+        self.fleet = Fleet(source, self._config, connect or _connect_http, self.router, lambda: self._current)
         self._current: PolicyVersion | None = None
         self._prepared: PolicyVersion | None = None
-        self._home: OrderedDict[str, Replica] = OrderedDict()
-        self._recovering: dict[Replica, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
-        self._last_error = "no replica has been found yet"
+        self._waiting = 0
+        self.retries = 0
+        """Requests sent again after a failure."""
+        self.rejections: Counter[str] = Counter()
+        """Requests that ended without an answer: full, busy, unavailable, given_up, refused, cancelled."""
+        self.answers = 0
 
     @classmethod
-    def of_run(cls, run_folder: Path, replicas: int, patience_s: float = 120.0) -> EnginePool:
-        """The replicas of a run."""
-        return cls([Path(run_folder) / "endpoints" / f"engine-{i}.json" for i in range(replicas)], patience_s)
+    def of_run(cls, run_folder: Path, replicas: int, config: RouterConfig | None = None) -> EnginePool:
+        """The replicas of a run, or those that router.urls names. Raises ConfigError when these need a token and there is none."""
+        folder = Path(run_folder)
+        return cls(source_of(config, folder, replicas) if config else FolderSource(folder / "endpoints", replicas), config)
+
+    # ---- requests ----
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ports.Engine. Waits for a replica while there is none; the caller's deadline bounds the whole."""
-        return await self._on_one(request, lambda engine: engine.generate(request))
+        return await self._counted(request, lambda engine, sent: engine.generate(sent))
 
     async def stream(self, request: GenerateRequest, hear: Hear) -> Completion:
         """See ports.StreamingEngine. When a replica fails in the middle, another one goes on from the tokens that were heard."""
         begun = Resumable(request, hear)
 
-        async def go_on(engine: ClosableEngine) -> Completion:
+        async def go_on(engine: ClosableEngine, _: GenerateRequest) -> Completion:
             before = begun.num_pieces
             return begun.whole(await engine.stream(begun.request, begun.hear), before)
 
-        return await self._on_one(request, go_on)
+        return await self._counted(request, go_on)
 
-    async def _on_one(self, request: GenerateRequest, ask: Callable[[ClosableEngine], Awaitable[Completion]]) -> Completion:
-        busy: set[Replica] = set()
-        sends = 0
+    async def _counted(self, request: GenerateRequest, call: Call) -> Completion:
+        """Every request is an answer or a rejection in the books."""
+        try:
+            completion = await self._on_one(request, call)
+        except _Rejected as rejected:
+            self.rejections[rejected.reason] += 1
+            raise rejected.error from None
+        except asyncio.CancelledError:
+            self.rejections["cancelled"] += 1
+            raise
+        except Exception:  # the engine says that this request can never succeed
+            self.rejections["refused"] += 1
+            raise
+        self.answers += 1
+        return completion
+
+    async def _on_one(self, request: GenerateRequest, call: Call) -> Completion:
+        """`call` on one replica, and on another when that one fails."""
+        ask, busy, sends = self.router.ask(request), set[str](), 0
         while True:
-            replica = await self._pick(request.id, busy)
-            replica.in_flight += 1
+            replica, sent, probe = await self._take(ask, busy)
+            engine, ok = replica.engine, None
             try:
-                return await ask(replica.engine)
-            except EngineBusy:
-                busy.add(replica)
-                if all(other in busy for other in self._replicas if other.ready):
-                    raise
+                completion = await call(engine, request)
+                ok = True
+                self.router.answered(sent, completion, self.fleet.now())
+                return completion
+            except EngineBusy as error:
+                busy.add(replica.name)
+                if not self._usable(busy):
+                    _reject("busy", error)
             except EngineUnavailable as error:
-                self._mark_down(replica, error)
+                if engine is replica.engine:  # otherwise another process has taken its place: this one has failed nobody
+                    self.fleet.failed(replica, error, probe)
                 sends += 1
                 if sends == MOST_SENDS:
-                    raise
+                    _reject("given_up", error)
+                self.retries += 1
             finally:
-                replica.in_flight -= 1
+                self.router.ended(sent)
+                replica.breaker.ended(probe, ok, self.fleet.now())
+                if probe or replica.draining:
+                    self.fleet.wake()
+
+    async def _take(self, ask: Ask, busy: set[str]) -> tuple[Replica, Sent, bool]:
+        """A replica for the request, booked. Waits, within bounds, while none may take it."""
+        if not self._usable(busy):
+            await self._wait(lambda: bool(self._usable(set())))
+        now = self.fleet.now()
+        usable = self._usable(busy) or self._usable(set())
+        sent = self.router.choose(ask, [replica.name for replica in usable], self.fleet.why_not, now)
+        replica = self.fleet.named(sent.replica)
+        return replica, sent, replica.breaker.sent(now)
+
+    def _usable(self, busy: set[str]) -> list[Replica]:
+        now = self.fleet.now()
+        return [replica for replica in self.fleet.replicas if replica.takes(now) and replica.name not in busy]
+
+    async def _wait(self, holds: Callable[[], bool]) -> None:
+        if self._waiting >= self._config.max_waiting:
+            _reject("full", RouterFull(f"router.max_waiting = {self._config.max_waiting} requests wait for a replica already; try later"))
+        self._waiting += 1
+        try:
+            await self.fleet.until(holds)
+        except EngineUnavailable as error:
+            _reject("unavailable", error)
+        finally:
+            self._waiting -= 1
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """On every replica that answers: a request may have moved."""
+        await self._each(lambda replica: replica.engine.abort(request_ids), [r for r in self.fleet.replicas if r.up])
+
+    # ---- weights ----
 
     async def prepare(self, version: PolicyVersion) -> None:
         """On every replica that answers; the others get the version when they come back. Waits for the first one.
@@ -115,11 +176,15 @@ class EnginePool:
 
         self._current = version  # first: whoever comes back from now on gets this one
         await self._on_all(one)
-        self._changed.set()
+        self.fleet.wake()
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """On every replica that answers: a request may have moved."""
-        await self._each(lambda replica: replica.engine.abort(request_ids), [r for r in self._replicas if r.up])
+    def _version(self, number: int) -> PolicyVersion:
+        for version in (self._prepared, self._current):
+            if version is not None and version.number == number:
+                return version
+        raise StateError(f"commit({number}): this version was never prepared; the last one prepared is {self._prepared}")
+
+    # ---- what it says about itself ----
 
     async def state(self) -> EngineState:
         """Of the replicas that answer, as one: oldest live version, highest KV use, sums of the rest.
@@ -132,18 +197,25 @@ class EnginePool:
             state = await replica.engine.state()
             if replica.synced and state.live_version < 0:
                 raise EngineUnavailable(f"{replica.name} was restarted and has no live version")
+            self.fleet.seen(replica, state)
             states.append(state)
 
         await self._on_all(one)
         return _combined(states)
 
+    def metrics(self) -> dict[str, float]:
+        """Every router metric, now."""
+        return values(self.router, self.fleet.replicas, self.fleet.now()) | {
+            "router/requests/waiting": self._waiting,
+            "router/retries/count": self.retries,
+            "router/slow/count": self.fleet.counts["slow"],
+            "router/down/count": self.fleet.counts["down"],
+            **{f"router/rejections/{reason}": count for reason, count in self.rejections.items()},
+        }
+
     async def close(self) -> None:
         """Stop looking for replicas and close the connections. Idempotent."""
-        tasks = list(self._recovering.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(replica.close() for replica in self._replicas))
+        await self.fleet.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -151,41 +223,13 @@ class EnginePool:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    # ---- choosing ----
-
-    async def _pick(self, request_id: str, busy: set[Replica]) -> Replica:
-        """The replica of the request's rollout, else the one with the fewest requests; waits for one to be ready."""
-        rollout = request_id.rpartition("/")[0] or request_id
-        await self._until(lambda: any(replica.ready for replica in self._replicas))
-        home = self._home.get(rollout)
-        if home is None or not home.ready or home in busy:
-            ready = [replica for replica in self._replicas if replica.ready]
-            home = min([r for r in ready if r not in busy] or ready, key=lambda replica: replica.in_flight)
-            self._home[rollout] = home
-            if len(self._home) > REMEMBERED_ROLLOUTS:
-                self._home.popitem(last=False)
-        return home
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until it holds, woken by every replica that comes up. Raises EngineUnavailable after the patience."""
-        self._recover_all()
-        if holds():
-            return
-        try:
-            async with asyncio.timeout(self._patience_s):
-                while not holds():
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            raise EngineUnavailable(f"no engine was ready within {self._patience_s:g} s; last error: {self._last_error}") from None
-
     # ---- all replicas ----
 
     async def _on_all(self, call: Callable[[Replica], Awaitable[None]]) -> None:
         """Call every replica that is up, until at least one succeeded; those that fail as unavailable are brought up again later."""
         while True:
-            await self._until(lambda: any(replica.up for replica in self._replicas))
-            if await self._each(call, [replica for replica in self._replicas if replica.up]):
+            await self.fleet.until(lambda: any(replica.up for replica in self.fleet.replicas))
+            if await self._each(call, [replica for replica in self.fleet.replicas if replica.up]):
                 return
 
     async def _each(self, call: Callable[[Replica], Awaitable[None]], replicas: Iterable[Replica]) -> int:
@@ -195,59 +239,23 @@ class EnginePool:
         refusals = []
         for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, EngineUnavailable):
-                self._mark_down(replica, result)
+                self.fleet.failed(replica, result)
             elif isinstance(result, BaseException):
                 refusals.append(result)
         if refusals:
             raise refusals[0]
         return sum(result is None for result in results)
 
-    def _version(self, number: int) -> PolicyVersion:
-        for version in (self._prepared, self._current):
-            if version is not None and version.number == number:
-                return version
-        raise StateError(f"commit({number}): this version was never prepared; the last one prepared is {self._prepared}")
 
-    # ---- going down and coming back ----
+class _Rejected(Exception):
+    """A request ends here; `error` is what its caller sees."""
 
-    def _mark_down(self, replica: Replica, error: Exception) -> None:
-        if replica.up:
-            log.warning("%s is down: %s", replica.name, error)
-        self._last_error = str(error)
-        replica.mark_down()
-        self._recover_all()
+    def __init__(self, reason: str, error: EngineUnavailable):
+        self.reason, self.error = reason, error
 
-    def _recover_all(self) -> None:
-        """A recovery task for each replica that is down and has none."""
-        for replica in self._replicas:
-            if not replica.up and replica not in self._recovering:
-                task = asyncio.get_running_loop().create_task(self._recover(replica))
-                self._recovering[replica] = task
-                task.add_done_callback(partial(self._recovered, replica))
 
-    async def _recover(self, replica: Replica) -> None:
-        """Waits for the replica's process; wakes whoever waits for a replica."""
-
-        async def attempt() -> None:
-            try:
-                state = await replica.bring_up(lambda: self._current)
-            except EngineUnavailable as error:
-                self._last_error = str(error)
-                raise
-            except EngineError as error:
-                self._last_error = str(error)
-                log.error("%s does not come up: %s", replica.name, error)
-                raise EngineUnavailable(str(error)) from error
-            log.info("%s is up with version %d", replica.name, state.live_version)
-
-        await keep_trying(attempt, FIRST_RETRY_S, LONGEST_RETRY_S)
-
-    def _recovered(self, replica: Replica, task: asyncio.Task[None]) -> None:
-        del self._recovering[replica]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._last_error = f"{replica.name}: {type(error).__name__}: {error}"
-            log.error("recovery of %s failed", replica.name, exc_info=error)
-        self._changed.set()
+def _reject(reason: str, error: EngineUnavailable) -> NoReturn:
+    raise _Rejected(reason, error)
 
 
 def _connect_http(endpoint: Endpoint) -> HttpEngine:
@@ -265,4 +273,6 @@ def _combined(states: Sequence[EngineState]) -> EngineState:
         generated_tokens=sum(state.generated_tokens for state in states),
         busy_s=sum(state.busy_s for state in states),
         uptime_s=sum(state.uptime_s for state in states),
+        kv_tokens=sum(state.kv_tokens for state in states),
+        draining=all(state.draining for state in states),
     )

@@ -19,6 +19,7 @@ LIGHT = [
     "slipstream.observe.rollouts",
     "slipstream.launch.rl",
     "slipstream.planner.plan",
+    "slipstream.jobs.drain",
     "slipstream.jobs.explain",
     "slipstream.envs.base",
     "slipstream.envs.play",
@@ -38,7 +39,8 @@ def test_light_modules_import_with_torch_blocked():
 
 
 @pytest.mark.parametrize(
-    "command", ["rl", "explain", "sft", "eval", "engine", "gateway", "trainer", "generate", "report", "summary", "rollouts", "make-model"]
+    "command",
+    ["rl", "explain", "sft", "eval", "engine", "gateway", "trainer", "generate", "report", "summary", "rollouts", "make-model", "drain"],
 )
 def test_every_command_has_help_with_an_example(command):
     from typer.testing import CliRunner

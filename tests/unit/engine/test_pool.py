@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slipstream.engine.kv import BlockPool
-from slipstream.engine.prefix import PrefixCache, extend_keys
+from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.errors import StateError
+from slipstream.serving.keys import extend_keys
 from slipstream.types import GenerateRequest, Sampling
 
 BLOCKS, BLOCK_TOKENS, SEQ_LEN = 12, 2, 24

@@ -10,14 +10,14 @@ from slipstream.observe.keys import EVENTS, METRICS, SPANS
 from slipstream.orchestrator.concurrency import Hold
 
 ROOT = Path(__file__).parents[3]
-ROLES = {"trainer": "trainer", "orchestrator": "orchestrator", "engine": "engine", "gateway": "serving/gateway"}
-"""First part of a key -> the folder whose code emits it."""
+ROLES = ("trainer", "orchestrator", "router", "engine", "gateway")
+FOLDERS = ("trainer", "orchestrator", "serving", "engine")
 LITERAL = re.compile(rf"""["'](?P<text>(?:{"|".join(ROLES)})/[^"'\s]*)["']""")
 
 
 def sources() -> dict[Path, str]:
     """The code of the roles, without fakes and without observe itself."""
-    return {path: path.read_text() for folder in ROLES.values() for path in sorted((ROOT / "src/slipstream" / folder).rglob("*.py"))}
+    return {path: path.read_text() for folder in FOLDERS for path in sorted((ROOT / "src/slipstream" / folder).rglob("*.py"))}
 
 
 def emitted() -> set[str]:

@@ -43,8 +43,10 @@ def around(monkeypatch: pytest.MonkeyPatch):
     played = {}
 
     @asynccontextmanager
-    async def pool(run_folder, replicas):
-        yield FakeEngine(random.Random(0))
+    async def pool(run_folder, replicas, config):
+        engine = FakeEngine(random.Random(0))
+        engine.metrics = dict
+        yield engine
 
     async def player(task, rollout_id, group_id, version_start):
         return played["do"](Rollout(rollout_id, task, group_id, Outcome.env_error, error="nothing to play", version_start=version_start))

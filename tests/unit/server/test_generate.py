@@ -14,7 +14,7 @@ from slipstream.engine.driver import MAX_FAILED_STEPS, EngineDriver
 from slipstream.engine.server import write_endpoint
 from slipstream.errors import ConfigError, EngineBusy, EngineError, EngineUnavailable, RequestError, StateError
 from slipstream.serving.client import HttpEngine
-from slipstream.serving.replica import _read
+from slipstream.serving.members import read_endpoint
 from slipstream.types import GenerateRequest, PolicyVersion, Sampling
 from tests.unit.server.scripted import ScriptedEngine
 
@@ -268,4 +268,4 @@ def test_an_endpoint_file_is_private_and_reads_back(tmp_path):
     write_endpoint(file, "http://127.0.0.1:2", "secret")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [p.name for p in file.parent.iterdir()] == ["engine-0.json"]
-    assert (_read(file).url, _read(file).token) == ("http://127.0.0.1:2", "secret")
+    assert (read_endpoint(file).url, read_endpoint(file).token) == ("http://127.0.0.1:2", "secret")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from slipstream.config.router import RouterConfig
 from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, StateError
+from slipstream.serving.members import FolderSource
 from slipstream.serving.pool import MOST_SENDS, EnginePool
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Sampling
 
@@ -75,10 +78,11 @@ class Process:
 class Machine:
     """Processes behind endpoint files, and the pool over them."""
 
-    def __init__(self, folder: Path, replicas: int, patience_s: float = 5.0):
+    def __init__(self, folder: Path, replicas: int, patience_s: float = 5.0, **router: Any):
         self.files = [folder / f"engine-{i}.json" for i in range(replicas)]
         self.processes: dict[str, Process] = {}
-        self.pool = EnginePool(self.files, patience_s, connect=lambda endpoint: self.processes[endpoint.url])
+        config = RouterConfig(patience_s=patience_s, **router)
+        self.pool = EnginePool(FolderSource(folder, replicas), config, connect=lambda endpoint: self.processes[endpoint.url])
         self._pid = 0
 
     def start(self, replica: int, version: int = -1) -> Process:
@@ -98,8 +102,8 @@ class Machine:
 async def machine(tmp_path):
     machines = []
 
-    def make(replicas: int, patience_s: float = 5.0) -> Machine:
-        machines.append(Machine(tmp_path, replicas, patience_s))
+    def make(replicas: int, patience_s: float = 5.0, **router: Any) -> Machine:
+        machines.append(Machine(tmp_path, replicas, patience_s, **router))
         return machines[-1]
 
     yield make
@@ -138,7 +142,7 @@ async def test_turns_of_a_rollout_stay_on_one_replica_and_rollouts_spread(machin
 
 async def until_ready(m: Machine) -> None:
     await m.pool.state()
-    await until(lambda: all(replica.up for replica in m.pool._replicas))
+    await until(lambda: all(replica.up for replica in m.pool.fleet.replicas))
 
 
 async def test_a_call_whose_replica_dies_is_answered_by_another(machine):
@@ -200,7 +204,7 @@ async def test_before_the_first_commit_replicas_are_prepared_but_get_no_requests
     m = machine(2)
     engines = [m.start(0), m.start(1)]
     call = asyncio.create_task(m.pool.generate(ask("r/0")))
-    await until(lambda: all(replica.up for replica in m.pool._replicas))
+    await until(lambda: all(replica.up for replica in m.pool.fleet.replicas))
     assert not call.done() and not any(engine.served for engine in engines)
     await m.publish(V1)
     await call
@@ -215,7 +219,7 @@ async def test_a_replica_that_was_away_during_an_update_gets_the_newest_version_
     engines[1].alive = False
     await m.publish(V2)
     back = m.start(1)
-    await until(lambda: m.pool._replicas[1].ready)
+    await until(lambda: m.pool.fleet.replicas[1].ready)
     assert back.calls == ["state", "prepare 2", "commit 2"]
     assert engines[0].live == 2
 
@@ -229,7 +233,7 @@ async def test_a_replica_that_returns_between_prepare_and_commit_is_prepared_fir
     engines[1].alive = False
     await m.pool.abort(["x"])
     back = m.start(1)
-    await until(lambda: m.pool._replicas[1].ready)
+    await until(lambda: m.pool.fleet.replicas[1].ready)
     assert back.live == 1
     await m.pool.commit(2)
     assert (engines[0].live, back.live) == (2, 2)
@@ -251,7 +255,7 @@ async def test_an_update_that_passes_a_replica_coming_up_still_reaches_it(machin
     await until(lambda: "prepare 1" in slow.calls)
     await m.publish(V2)
     gate.set()
-    await until(lambda: m.pool._replicas[1].ready)
+    await until(lambda: m.pool.fleet.replicas[1].ready)
     assert slow.live == 2
 
 
@@ -284,7 +288,7 @@ async def test_a_full_replica_sends_calls_on_and_only_full_ones_raise(machine):
     engines[1].busy = True
     with pytest.raises(EngineBusy):
         await m.pool.generate(ask("r9/0"))
-    assert all(replica.ready for replica in m.pool._replicas)
+    assert all(replica.ready for replica in m.pool.fleet.replicas)
 
 
 async def test_a_request_that_kills_every_engine_is_given_up(machine):
@@ -321,4 +325,4 @@ async def test_cancelling_a_call_leaves_the_pool_usable(machine):
     await asyncio.wait([call])
     process.hold.set()
     assert (await m.pool.generate(ask("r/1"))).id == "r/1"
-    assert [replica.in_flight for replica in m.pool._replicas] == [0]
+    assert m.pool.router.in_flight("engine-0") == 0

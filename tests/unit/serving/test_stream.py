@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.config.router import RouterConfig
 from slipstream.errors import EngineBusy, EngineUnavailable, RequestError
+from slipstream.serving.members import UrlSource
 from slipstream.serving.pool import EnginePool
 from slipstream.serving.resume import Resumable
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Routing, Sampling, TokenPiece
@@ -125,17 +126,16 @@ class Speaking:
         pass
 
 
-def pool_over(tmp_path, *replicas: Speaking) -> EnginePool:
-    files = [tmp_path / f"engine-{i}.json" for i in range(len(replicas))]
-    for i, file in enumerate(files):
-        file.write_text(json.dumps({"url": f"http://{i}", "token": "t", "pid": i}))
-    return EnginePool(files, 5.0, connect=lambda endpoint: replicas[int(endpoint.url[-1])])
+def pool_over(*replicas: Speaking, patience_s: float = 5.0) -> EnginePool:
+    source = UrlSource([f"http://{i}" for i in range(len(replicas))], "t")
+    config = RouterConfig(policy="round_robin", patience_s=patience_s)
+    return EnginePool(source, config, connect=lambda endpoint: replicas[int(endpoint.url[-1])])
 
 
 @pytest.mark.parametrize("lives", [0, 1, 4])
-async def test_a_replica_that_dies_in_the_middle_costs_the_caller_nothing(tmp_path, lives):
+async def test_a_replica_that_dies_in_the_middle_costs_the_caller_nothing(lives):
     first, second = Speaking(1, 10**6), Speaking(2)
-    async with pool_over(tmp_path, first, second) as pool:
+    async with pool_over(first, second) as pool:
         await pool.state()
         first.lives = lives
         pieces: list[TokenPiece] = []
@@ -151,10 +151,9 @@ async def test_a_replica_that_dies_in_the_middle_costs_the_caller_nothing(tmp_pa
     assert (request.sampling.max_tokens, request.sampling.seed, request.salt, request.id) == (8 - lives, 5, 4, "r/0")
 
 
-async def test_a_request_that_no_replica_survives_is_a_typed_error(tmp_path):
+async def test_a_request_that_no_replica_survives_is_a_typed_error():
     replicas = [Speaking(1, 10**6) for _ in range(2)]
-    async with pool_over(tmp_path, *replicas) as pool:
-        pool._patience_s = 0.2
+    async with pool_over(*replicas, patience_s=0.2) as pool:
         await pool.state()
         for replica in replicas:
             replica.lives = 2

@@ -6,12 +6,10 @@ It leaves their weights alone: whatever version an engine has live is what answe
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
 import signal
-import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from slipstream.config.gateway import GatewayConfig
 from slipstream.errors import ConfigError
 from slipstream.serving.gateway.app import serving
 from slipstream.serving.gateway.gateway import Gateway
+from slipstream.serving.members import UrlSource
 from slipstream.serving.pool import EnginePool
 
 TOKEN_ENV = "SLIPSTREAM_ENGINE_TOKEN"
@@ -56,7 +55,7 @@ async def _serve(targets: Sequence[str], model_folder: Path | None, config: Gate
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with AsyncExitStack() as stack:
-        served = await (_of_urls(targets, model_folder, stack) if _are_urls(targets) else _of_run(targets))
+        served = await (_of_urls(targets, model_folder) if _are_urls(targets) else _of_run(targets))
         pool = await stack.enter_async_context(served.pool)
         token = secrets.token_urlsafe(32)
         gateway = Gateway(pool, ChatTokenizer.load(served.model_folder), served.model, served.seq_len, token, config)
@@ -82,21 +81,16 @@ async def _of_run(targets: Sequence[str]) -> Served:
     if not (folder / "config.toml").exists():
         raise ConfigError(f"{folder} is neither a URL nor a run folder: it has no config.toml")
     config = load(RunConfig, [folder / "config.toml"])
-    return Served(EnginePool.of_run(folder, config.engine.replicas), config.model.path, config.name, config.model.seq_len)
+    return Served(EnginePool.of_run(folder, config.engine.replicas, config.router), config.model.path, config.name, config.model.seq_len)
 
 
-async def _of_urls(urls: Sequence[str], model_folder: Path | None, stack: AsyncExitStack) -> Served:
+async def _of_urls(urls: Sequence[str], model_folder: Path | None) -> Served:
     if model_folder is None:
         raise ConfigError("gateway: engines that are named by URL need --model FOLDER, for the tokenizer and the chat template")
     if not (token := os.environ.get(TOKEN_ENV)):
         raise ConfigError(f"gateway: set {TOKEN_ENV} to the engines' admin token, which a stand-alone engine prints at its start")
     seq_len = min([await _seq_len(url) for url in urls])
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-gateway-")))
-    files = [folder / f"engine-{i}.json" for i in range(len(urls))]
-    for file, url in zip(files, urls, strict=True):
-        file.touch(mode=0o600)
-        file.write_text(json.dumps({"url": url.rstrip("/"), "token": token}))
-    return Served(EnginePool(files), model_folder, model_folder.resolve().name, seq_len)
+    return Served(EnginePool(UrlSource(urls, token)), model_folder, model_folder.resolve().name, seq_len)
 
 
 async def _seq_len(url: str) -> int:
