@@ -314,11 +314,15 @@ def engine(
     host: Annotated[str, typer.Option(help="Address to bind, with --model")] = "127.0.0.1",
     seq_len: Annotated[int, typer.Option(help="Context in tokens, with --model")] = 1024,
     impl: ImplOption = "auto",
+    ranks: Annotated[int, typer.Option(min=1, help="With --model: so many processes that share the experts, on ports from --port on")] = 1,
     sets: Annotated[list[str], typer.Option("--set", "-s", help="Override an [engine] key: --set max_running=16", show_default=False)] = [],  # noqa: B006
 ) -> None:
     """Serve a model: OpenAI-compatible and token-in token-out, on this machine."""
     from slipstream.config.serve import EngineConfig
     from slipstream.engine.server import serve_folder, serve_run
+    from slipstream.engine.wide.fit import check_wide
+    from slipstream.launch import ranks as processes
+    from slipstream.models.impl import read_spec
 
     if (model is None) == (run is None):
         raise ConfigError("engine: give either --model FOLDER (stand-alone) or --run FOLDER (a replica of a run)")
@@ -327,7 +331,10 @@ def engine(
         raise typer.Exit(serve_run(run, replica))
     assert model is not None
     _check_model(model)
-    config = load(EngineConfig, (), [f"host={host}", f"port={port}", *sets])
+    config = load(EngineConfig, (), [f"host={host}", f"port={port}", f"replicas={ranks}", f"ep.ranks={ranks}", *sets])
+    if processes.needed(config.ep.ranks):
+        check_wide(read_spec(model, impl), config, impl)
+        raise typer.Exit(processes.run(config.ep.ranks, "engine process"))
     raise typer.Exit(serve_folder(model, config, seq_len, impl))
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
+from slipstream.config.wide import WideConfig
 
 
 class EngineConfig(Section):
@@ -40,6 +41,8 @@ class EngineConfig(Section):
     """Requests beyond this many waiting ones are refused (HTTP 429)."""
     threads: int = Field(default=1, ge=1)
     """OpenMP threads of the process."""
+    ep: WideConfig = WideConfig()
+    """Engine processes that share the experts of one model."""
 
     @model_validator(mode="after")
     def _cross_checks(self):
@@ -51,6 +54,16 @@ class EngineConfig(Section):
         if self.port + self.replicas - 1 > 65535:
             raise ValueError(
                 f"engine.port = {self.port} and engine.replicas = {self.replicas}: replica i listens on port + i, at most 65535"
+            )
+        if self.replicas % self.ep.ranks:
+            raise ValueError(
+                f"engine.replicas = {self.replicas} and engine.ep.ranks = {self.ep.ranks}: replicas counts processes, of which groups of "
+                f"`ranks` share the experts; use a multiple of {self.ep.ranks} replicas"
+            )
+        if self.dtype == "float8" and self.ep.ranks > 1:
+            raise ValueError(
+                f'engine.dtype = "float8" and engine.ep.ranks = {self.ep.ranks}: experts in FP8 are not shared between processes yet; use '
+                '"bfloat16" or "float32", or ranks = 1'
             )
         return self
 

@@ -209,6 +209,10 @@ class EngineDriver:
             if (future := self._finish.get(request_id)) is not None and not future.done():
                 future.set_exception(error)
 
+    def more_values(self) -> dict[str, float]:
+        """Metrics that not every engine has."""
+        return {}
+
     def take_spans(self) -> list[tuple[float, float]]:
         """Busy periods (start, end in seconds since the epoch) since the last call, merged; a running one is cut here."""
         spans, self._spans = self._spans, []

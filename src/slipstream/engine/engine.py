@@ -68,8 +68,7 @@ class EmbeddedEngine:
         torch.set_num_threads(config.threads)
         self.folder, self.config, self.seq_len = Path(folder), config, seq_len
         dtype = _DTYPES[config.dtype]
-        fp8 = None if config.dtype != "float8" else config.fp8_scales
-        self._weights = LiveWeights(self.folder, dtype, version, impl, fp8)
+        self._weights = self._load_weights(dtype, version, impl)
         spec = self.spec = self._weights.model.spec
         if seq_len < 2:
             raise ConfigError(f"model.seq_len = {seq_len}: a context holds at least one token of prompt and one sampled; use 2 or more")
@@ -92,6 +91,10 @@ class EmbeddedEngine:
         self.busy_s = 0.0
         """Seconds spent in `step`."""
         self.outcomes: Counter[FinishReason] = Counter()
+
+    def _load_weights(self, dtype: torch.dtype, version: int, impl: Impl) -> LiveWeights:
+        fp8 = None if self.config.dtype != "float8" else self.config.fp8_scales
+        return LiveWeights(self.folder, dtype, version, impl, fp8)
 
     # ---- requests ----
 

@@ -40,8 +40,8 @@ one, rotated whole, seeing all of their past."""
 
 def bind(model: LanguageModel, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | None:
     """None: this model needs its own forward pass. `load_LE` is counted up by every step."""
-    if not isinstance(model, Decoder):
-        return None
+    if not isinstance(model, Decoder) or any("forward" in vars(module) for module in model.modules()):
+        return None  # no model of ours, or one in which a part was replaced from outside: shared experts
     spec = model.spec
     counts = [spec.hidden, *((spec.num_experts, spec.expert_intermediate) if spec.moe_layers else ())]
     if len(spec.moe_layers) < spec.num_layers:

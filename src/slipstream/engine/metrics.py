@@ -29,9 +29,17 @@ COUNTERS = frozenset(
         "engine/time/busy_s",
         "engine/preemptions/count",
         "engine/steps/failed",
+        "engine/ep/vote_s",
+        "engine/ep/idle_steps",
+        "engine/ep/served_pairs",
+        "engine/ep/rebalances",
+        "engine/ep/moved_experts",
+        "engine/ep/dispatch_s/<layer>",
+        "engine/ep/compute_s/<layer>",
+        "engine/ep/combine_s/<layer>",
     }
 )
-"""Keys that only grow while the process lives; the others are gauges."""
+"""Keys and families of keys that only grow while the process lives; the others are gauges."""
 
 
 def engine_values(driver: EngineDriver) -> dict[str, float]:
@@ -54,6 +62,7 @@ def engine_values(driver: EngineDriver) -> dict[str, float]:
         "engine/preemptions/count": engine.preemptions,
         "engine/steps/failed": driver.failed_steps,
         "engine/memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
+        **driver.more_values(),
     }
 
 
@@ -65,8 +74,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for key, value in engine_values(self._driver).items():
-            kind = CounterMetricFamily if key in COUNTERS else GaugeMetricFamily
             found = registry.find(key)
+            kind = CounterMetricFamily if found and found.key in COUNTERS else GaugeMetricFamily
             yield kind("slipstream_" + key.replace("/", "_"), found.definition if found else key, value=value)
 
 

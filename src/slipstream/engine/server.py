@@ -14,8 +14,8 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 from aiohttp import web
@@ -28,6 +28,7 @@ from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.metrics import report, write_once
 from slipstream.engine.room import check_room
+from slipstream.engine.wide.fit import check_wide
 from slipstream.errors import EngineUnavailable
 from slipstream.models.impl import Impl, read_spec
 from slipstream.observe.metrics import MetricsWriter
@@ -44,24 +45,42 @@ def serve_run(run_folder: Path, replica: int) -> int:
     _log_to_stderr()
     run_folder = Path(run_folder)
     config = load(RunConfig, [run_folder / "config.toml"])
-    check_room(read_spec(config.model.path, config.model.impl), config.engine, config.model.seq_len)
-    engine = EmbeddedEngine(
-        config.model.path, config.engine, config.model.seq_len, seed=config.seed + replica, version=-1, impl=config.model.impl
-    )
+    model = config.model
+    check_room(read_spec(model.path, model.impl), config.engine, model.seq_len)
     port = config.engine.port + replica if config.engine.port else 0
-    return asyncio.run(_serve_run(engine, config, run_folder, replica, port))
+    with made(model.path, config.engine, model.seq_len, config.seed + replica, -1, model.impl) as driver:
+        return asyncio.run(_serve_run(driver, config, run_folder, replica, port))
 
 
 def serve_folder(model_folder: Path, engine_config: EngineConfig, seq_len: int, impl: Impl = "auto") -> int:
     """Serve a model folder until SIGTERM or Ctrl-C; the exit status. Raises ConfigError or ModelError before it serves."""
     _log_to_stderr()
     check_room(read_spec(model_folder, impl), engine_config, seq_len)
-    engine = EmbeddedEngine(model_folder, engine_config, seq_len, version=0, impl=impl)
-    return asyncio.run(_serve_folder(engine, engine_config, Path(model_folder)))
+    rank = int(os.environ.get("RANK", "0")) if engine_config.ep.ranks > 1 else 0
+    config = engine_config.replace(port=engine_config.port + rank if engine_config.port else 0)
+    with made(Path(model_folder), config, seq_len, rank, 0, impl) as driver:
+        return asyncio.run(_serve_folder(driver, config, Path(model_folder)))
 
 
-async def _serve_run(engine: EmbeddedEngine, config: RunConfig, run_folder: Path, replica: int, port: int) -> int:
-    driver, token = EngineDriver(engine), secrets.token_urlsafe(32)
+@contextmanager
+def made(folder: Path, config: EngineConfig, seq_len: int, seed: int, version: int, impl: Impl) -> Iterator[EngineDriver]:
+    """The engine of this process, alone or as one rank of several that share the experts, and its driver."""
+    if config.ep.ranks == 1:
+        yield EngineDriver(EmbeddedEngine(folder, config, seq_len, seed, version, impl))
+        return
+    check_wide(read_spec(folder, impl), config, impl)
+    from slipstream.engine.wide.driver import WideDriver  # an engine that is alone needs no torch.distributed, which takes long to import
+    from slipstream.engine.wide.engine import WideEngine
+    from slipstream.parallel.wide import joined
+
+    with joined(config.ep) as group:
+        engine = WideEngine(group, folder, config, seq_len, seed, version)
+        with closing(engine):
+            yield WideDriver(engine)
+
+
+async def _serve_run(driver: EngineDriver, config: RunConfig, run_folder: Path, replica: int, port: int) -> int:
+    token = secrets.token_urlsafe(32)
     endpoint = run_folder / "endpoints" / f"engine-{replica}.json"
     with MetricsWriter(run_folder, f"engine-{replica}") as writer:
         async with serving(driver, config.model.path, config.engine.host, port, token) as (url, driving):
@@ -77,11 +96,11 @@ async def _serve_run(engine: EmbeddedEngine, config: RunConfig, run_folder: Path
                     write_once(driver, writer)
 
 
-async def _serve_folder(engine: EmbeddedEngine, config: EngineConfig, folder: Path) -> int:
+async def _serve_folder(driver: EngineDriver, config: EngineConfig, folder: Path) -> int:
     token = secrets.token_urlsafe(32)
-    async with serving(EngineDriver(engine), folder, config.host, config.port, token) as (url, driving):
+    async with serving(driver, folder, config.host, config.port, token) as (url, driving):
         body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
-        print(f"serving {folder} at {url}/v1 (context {engine.seq_len} tokens); stop with Ctrl-C")
+        print(f"serving {folder} at {url}/v1 (context {driver.engine.seq_len} tokens); stop with Ctrl-C")
         print(f"admin token: {token}")
         print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
         return await _stopped(driving)

@@ -32,12 +32,20 @@ class LiveWeights:
         Raises ModelError when it cannot be used.
         """
         self._fp8 = fp8
-        self.model: LanguageModel = _quantised(load_model(folder, dtype, impl=impl).eval().requires_grad_(False), fp8)
+        self.model: LanguageModel = _quantised(self.load(folder, dtype, impl).eval().requires_grad_(False), fp8)
         self.number = number
         self.fingerprint = fingerprint_folder(folder)
         self.prepared: PolicyVersion | None = None
         self._prepared_model: LanguageModel | None = None
         self._spare: LanguageModel | None = None
+
+    def load(self, folder: Path, dtype: torch.dtype, impl: Impl) -> LanguageModel:
+        """The model of a folder. `engine.wide` has a part of it only."""
+        return load_model(folder, dtype, impl=impl)
+
+    def fill(self, model: LanguageModel, tensors: TensorFiles) -> None:
+        """Copy the tensors of a version into a model that `load` made."""
+        load_hf_tensors(model, tensors, tensors.files)
 
     def prepare(self, version: PolicyVersion) -> None:
         """Load and verify. The live weights, and those prepared before, stay as they are when it fails.
@@ -53,7 +61,7 @@ class LiveWeights:
             raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
         spare = self._spare or _quantised(copy.deepcopy(self.model), self._fp8)
         try:
-            load_hf_tensors(spare, tensors, tensors.files)
+            self.fill(spare, tensors)
             for weight in spare.parameters():
                 if isinstance(weight, Fp8Weight):
                     weight.requantise()

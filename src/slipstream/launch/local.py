@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from slipstream.launch.topology import ProcessSpec
 POLL_S = 0.25
 GRACE_S = 20.0
 """Time for a role to write its checkpoint after SIGTERM before it is killed."""
+GROUP_GRACE_S = 2.0
+"""The same for the rest of a group of engines of which one has died: what they still could do is said with less."""
 MAX_RESTARTS = 20
 """Restarts of one engine within RESTART_WINDOW_S after which it is considered broken, not unlucky."""
 RESTART_WINDOW_S = 600.0
@@ -51,6 +54,8 @@ class Supervisor:
         self._log_starts: dict[str, int] = {}
         """Bytes of each log that an earlier start of the run has written."""
         self._restarts: dict[str, list[float]] = {name: [] for name in self._specs}
+        self._ports: dict[str, int] = {}
+        """Where the processes of each group meet."""
         self._freezes = 0
         self._dumped: dict[str, int] = {}
         """Bytes of each role's `frozen` file that are known."""
@@ -78,17 +83,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def terminate(self) -> None:
-        """SIGTERM to all, SIGKILL to what is left after the grace period."""
-        alive = [p for p in self._processes.values() if p.poll() is None]
-        for process in alive:
-            process.terminate()
-        deadline = time.monotonic() + GRACE_S
-        for process in alive:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        """End all processes."""
+        _end([*self._processes.values()], GRACE_S)
         for log in self._logs:
             log.close()
         self._logs.clear()
@@ -100,6 +96,8 @@ class Supervisor:
         self._log_starts.setdefault(name, log.tell())
         self._logs.append(log)
         env = {**os.environ, **spec.env, "SLIPSTREAM_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        if spec.group:
+            env["MASTER_PORT"] = str(self._ports.setdefault(spec.group, free_port()))
         self._processes[name] = subprocess.Popen(
             spec.argv,
             env=env,
@@ -131,8 +129,13 @@ class Supervisor:
         if len(recent) >= MAX_RESTARTS or self._failed_at_start(name):
             raise RoleDied(f"{name} {how_ended(code)} {len(recent) + 1} times. {self._words(name)}")
         self._restarts[name] = [*recent, now]
-        self._on_event(f"{name} {how_ended(code)}; starting it again ({len(recent) + 1}/{MAX_RESTARTS})")
-        self._start(name)
+        what = f"it and the rest of {group} again" if (group := self._specs[name].group) else "it again"
+        self._on_event(f"{name} {how_ended(code)}; starting {what} ({len(recent) + 1}/{MAX_RESTARTS})")
+        members = [other for other, spec in self._specs.items() if other == name or (group and spec.group == group)]
+        _end([self._processes[member] for member in members], GROUP_GRACE_S)
+        self._ports.pop(group, None)  # something may be left on it
+        for member in members:
+            self._start(member)
 
     def _thaw(self, spec: ProcessSpec, dump: str) -> None:
         """Start a role again that the watchdog has ended. The new process leaves out the tasks in `dump`."""
@@ -169,6 +172,27 @@ class Supervisor:
 
 def _dump(spec: ProcessSpec) -> str:
     return spec.frozen.read_text(errors="replace") if spec.frozen is not None and spec.frozen.exists() else ""
+
+
+def _end(processes: list[subprocess.Popen[bytes]], grace_s: float) -> None:
+    """SIGTERM to all, SIGKILL to what is left after the grace period."""
+    alive = [process for process in processes if process.poll() is None]
+    for process in alive:
+        process.terminate()
+    deadline = time.monotonic() + grace_s
+    for process in alive:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def how_ended(code: int) -> str:

@@ -1,14 +1,13 @@
-"""Run one command as several processes that train together: for `slipstream sft`, which no supervisor watches."""
+"""Run one command as several processes that belong together: for `slipstream sft` and `slipstream engine`, which no supervisor watches."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 
-from slipstream.launch.local import how_ended
+from slipstream.launch.local import free_port, how_ended
 from slipstream.launch.topology import ranks
 
 POLL_S = 0.1
@@ -21,7 +20,7 @@ def needed(size: int) -> bool:
     return size > 1 and "WORLD_SIZE" not in os.environ
 
 
-def run(size: int) -> int:
+def run(size: int, what: str = "trainer process") -> int:
     """This command line again, as `size` processes. Returns the exit code: that of the first one that failed, which ends the others."""
     port = free_port()
     command = (sys.executable, "-m", "slipstream.cli", *sys.argv[1:])
@@ -35,16 +34,9 @@ def run(size: int) -> int:
             time.sleep(POLL_S)
         for rank, process in enumerate(started):
             if (process.poll() or 0) < 0:
-                print(f"error: trainer process {rank} {how_ended(process.returncode)}", file=sys.stderr)
+                print(f"error: {what} {rank} {how_ended(process.returncode)}", file=sys.stderr)
         return next((code if code > 0 else 1 for process in started if (code := process.poll())), 0)
     finally:
         for process in started:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -23,6 +23,9 @@ class ProcessSpec:
     env: dict[str, str] = field(default_factory=dict)
     restart: bool = False
     """True for roles without state that a crash could lose: the supervisor starts them again."""
+    group: str = ""
+    """Processes of one group meet (RANK, WORLD_SIZE, a port of the supervisor's choice) and cannot do without each other: when one ends,
+    all are started again. '': alone."""
     frozen: Path | None = None
     """Grows when the process ended because an environment had frozen it: then too the supervisor starts it again."""
 
@@ -30,13 +33,14 @@ class ProcessSpec:
 def processes(config: RunConfig, run_folder: Path, port: int = 0) -> list[ProcessSpec]:
     """Every role process of a run, in the order in which to start them. `port`: where several trainer processes meet."""
     slipstream = (sys.executable, "-m", "slipstream.cli")
-    folder = str(run_folder)
+    folder, wide = str(run_folder), config.engine.ep.ranks
     engines = [
         ProcessSpec(
             f"engine-{replica}",
             (*slipstream, "engine", "--run", folder, "--replica", str(replica)),
-            _threads(config.engine.threads),
+            _threads(config.engine.threads) | ranks(replica % wide, wide, 0),
             restart=True,
+            group=f"engines-{replica // wide}" if wide > 1 else "",
         )
         for replica in range(0 if config.router.urls else config.engine.replicas)  # those of router.urls run already
     ]
@@ -50,7 +54,7 @@ def processes(config: RunConfig, run_folder: Path, port: int = 0) -> list[Proces
 
 
 def ranks(rank: int, size: int, port: int) -> dict[str, str]:
-    """How trainer processes find each other: the variables that torchrun sets. None for one process."""
+    """How processes of one group find each other: the variables that torchrun sets. None for one process."""
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if size > 1 else {}
 
 

@@ -36,12 +36,12 @@ def load_hf_tensors(model: LanguageModel, tensors: Mapping[str, Tensor], files: 
     """`fill` the whole of the model, converting to its dtype."""
     own = {name: p.detach() for name, p in model.named_parameters()}
     table = places(model.names, model.spec, {name: p.shape for name, p in own.items()})
-    fill({name: (tensor, (0,) * tensor.ndim) for name, tensor in own.items()}, table, model.spec, model.tied_names, tensors, files)
+    fill({name: [(tensor, (0,) * tensor.ndim)] for name, tensor in own.items()}, table, model.spec, model.tied_names, tensors, files)
 
 
 @torch.no_grad()
 def fill(
-    held: Mapping[str, tuple[Tensor, Sequence[int]]],
+    held: Mapping[str, Sequence[tuple[Tensor, Sequence[int]]]],
     table: Sequence[Place],
     spec: ModelSpec,
     tied: Mapping[str, str],
@@ -50,8 +50,8 @@ def fill(
 ) -> None:
     """Copy of `tensors` (HF names) what belongs into `held`; FP8 is dequantised block by block.
 
-    `held`: our names; (memory, where in the whole parameter it begins). `table`: places of all tensors of the model, also of those of which
-    nothing is held. `tied`: `LanguageModel.tied_names`. `files` (tensor to file) makes errors say where.
+    `held`: our names; boxes of the parameter: (memory, where in the whole it begins). `table`: places of all tensors of the model, also of
+    those of which nothing is held. `tied`: `LanguageModel.tied_names`. `files` (tensor to file) makes errors say where.
     Raises ModelError, before anything is changed: a tensor is missing, unexpected, of another shape or not of a float type, or FP8 without
     the scales that go with it; afterwards: a value is not finite.
     """
@@ -60,10 +60,10 @@ def fill(
     if problems:
         raise ModelError(f"the weights do not fit the {spec.family} model: {listed(problems)}")
     for place in table:
-        if place.ours not in held:
-            continue
-        found = place.within(*held[place.ours])
-        if found is not None:
+        for memory, starts in held.get(place.ours, ()):
+            found = place.within(memory, starts)
+            if found is None:
+                continue
             target, part = found
             target.copy_(_plain(tensors, place.hf, part))
             check_finite(target, f"tensor {place.hf}{_in(files, place.hf)}")

@@ -521,6 +521,79 @@ ENGINE = (
         "flat after the first requests",
         "Growing: a leak; report it.",
     ),
+    Metric(
+        "engine/ep/vote_s",
+        "With `engine.ep`: seconds spent waiting, between steps, for the other processes that share the experts; since the start.",
+        "s",
+        "small beside `engine/time/busy_s`",
+        "Large in all but one process: that one is slower, or has more requests; see `engine/requests/running` of each.",
+    ),
+    Metric(
+        "engine/ep/idle_steps",
+        "With `engine.ep`: steps in which this process only served experts, having no token of its own; since the start.",
+        "steps",
+        "few while there is work for all",
+        "Most steps: requests do not reach this process; see how the pool spreads them.",
+    ),
+    Metric(
+        "engine/ep/served_pairs",
+        "With `engine.ep`: pairs of a token and an expert that this process has computed, whoever asked; since the start.",
+        "pairs",
+        "about the same in all processes of a group",
+        "Uneven: see `engine/ep/imbalance`.",
+    ),
+    Metric(
+        "engine/ep/imbalance",
+        "With `engine.ep`: pairs computed by the busiest process over the mean, averaged over layers, between the last two looks at the "
+        "load (every `engine.ep.rebalance_steps`).",
+        "1",
+        "near 1",
+        "High for long: raise `engine.ep.redundant_experts`, or lower `engine.ep.rebalance_gain`.",
+    ),
+    Metric(
+        "engine/ep/imbalance_before",
+        "With `engine.ep`: `engine/ep/imbalance` when experts were moved the last time.",
+        "1",
+        "above `engine/ep/imbalance`",
+        "Below it: the load has changed since, or had too few tokens to judge by; raise `engine.ep.rebalance_steps`.",
+    ),
+    Metric(
+        "engine/ep/rebalances",
+        "With `engine.ep`: times that experts were placed anew, since the start.",
+        "times",
+        "a few after the start, then rarely",
+        "Growing steadily: the load swings; raise `engine.ep.rebalance_gain` or `engine.ep.rebalance_steps`.",
+    ),
+    Metric(
+        "engine/ep/moved_experts",
+        "With `engine.ep`: experts of a layer that came here from other processes, since the start.",
+        "experts",
+        "as `engine/ep/rebalances`",
+        "See `engine/ep/rebalances`.",
+    ),
+    Metric(
+        "engine/ep/dispatch_s/<layer>",
+        "With `engine.ep`: seconds until the tokens of all processes have come to the experts of this MoE layer, waiting for the slowest "
+        "included; since the start.",
+        "s",
+        "near `engine/ep/combine_s/<layer>`",
+        "Much longer: processes reach the layer at different times, because they have different numbers of tokens.",
+    ),
+    Metric(
+        "engine/ep/compute_s/<layer>",
+        "With `engine.ep`: seconds in the experts of this MoE layer that are here; since the start.",
+        "s",
+        "most of the layer",
+        "Small beside dispatch and combine: too few tokens a step for so many processes.",
+    ),
+    Metric(
+        "engine/ep/combine_s/<layer>",
+        "With `engine.ep`: seconds until the results of this MoE layer have come back and are added up, waiting for the slowest included; "
+        "since the start.",
+        "s",
+        "near `engine/ep/dispatch_s/<layer>`",
+        "Much longer: the experts of one process are hotter; see `engine/ep/imbalance`.",
+    ),
 )
 
 GATEWAY = (

@@ -4,7 +4,7 @@ do not depend on the rest of the batch, and `paged_attention` has no gradient.
 """
 
 from slipstream.ops.attention import DocLayout, Sight, doc_attention, paged_attention, write_kv
-from slipstream.ops.experts import clamped_experts, experts
+from slipstream.ops.experts import clamped_experts, combine_experts, experts
 from slipstream.ops.indexer import doc_index, paged_index, write_index
 from slipstream.ops.logprobs import token_logprobs
 from slipstream.ops.norm import rms_norm
@@ -14,6 +14,7 @@ __all__ = [
     "DocLayout",
     "Sight",
     "clamped_experts",
+    "combine_experts",
     "doc_attention",
     "doc_index",
     "experts",

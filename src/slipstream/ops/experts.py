@@ -91,6 +91,22 @@ def experts_reference(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, gate_up_ED
     return _by_token(x_TD, y_ND, gates_TK, order_N, token_N)
 
 
+def combine_experts(y_TKD: Tensor, ids_TK: Tensor, gates_TK: Tensor, num_experts: int) -> Tensor:
+    """Σ_k gate_k · y_k: what `experts` does with the results of its experts, here of results that were computed elsewhere; the same bits.
+
+    No gradient. Native for fp32 on the CPU with D a multiple of 8.
+    """
+    kernels = None if y_TKD.shape[2] % LANES else native_for(y_TKD, gates_TK, training=True)
+    if kernels is None:
+        y_ND, order_N = y_TKD.flatten(0, 1), ids_TK.flatten().argsort(stable=True)
+        return _by_token(y_TKD[:, 0], y_ND.index_select(0, order_N), gates_TK, order_N, order_N // ids_TK.shape[1])
+    y_TD = y_TKD.new_empty(y_TKD.shape[0], y_TKD.shape[2])
+    inputs = [x if x.is_contiguous() else x.contiguous() for x in (y_TKD, ids_TK.long(), gates_TK)]
+    pointers = [x.data_ptr() for x in (*inputs, y_TD)]
+    check(kernels.combine_experts(*pointers, *ids_TK.shape, num_experts, y_TD.shape[1]), "combine_experts")
+    return y_TD
+
+
 def clamped_experts(
     x_TD: Tensor,
     ids_TK: Tensor,

@@ -42,6 +42,7 @@ _SIGNATURES = {
     "logit_statistics": (ctypes.c_int, [_P] * 6 + [_I] * 2),
     "logit_slopes": (None, [_P] * 5 + [_I] * 2),
     "experts": (ctypes.c_int, [_P] * 8 + [_I] * 5),
+    "combine_experts": (ctypes.c_int, [_P] * 4 + [_I] * 4),
     "experts_backward": (ctypes.c_int, [_P] * 11 + [_I] * 5),
     "doc_attention": (ctypes.c_int, [_P] * 6 + [_I] * 8 + [_F]),
     "doc_attention_backward": (ctypes.c_int, [_P] * 10 + [_I] * 8 + [_F]),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from slipstream.config.run import RunConfig
 from slipstream.engine.room import check_room
+from slipstream.engine.wide.fit import check_wide
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.models.spec import ModelSpec
 from slipstream.parallel.fit import check_fits, misfit
@@ -38,6 +39,7 @@ def _checks(config: RunConfig, spec: ModelSpec) -> Iterator[Callable[[], None]]:
     yield lambda: check_share(config, spec)
     if config.cluster.engines == "beside":
         yield lambda: check_room(spec, config.engine, config.model.seq_len)
+        yield lambda: check_wide(spec, config.engine, config.model.impl)
     if config.trainer.parallel.pp == 1 and config.trainer.lora is None:  # what the plan of memory does not know
         yield lambda: check_memory(config, spec)
 

@@ -16,6 +16,7 @@ import psutil
 from slipstream.config.run import RunConfig
 from slipstream.config.train import OptimConfig
 from slipstream.engine.room import MIB, routing_item_bytes
+from slipstream.engine.wide.fit import params_here
 from slipstream.models.spec import ModelSpec
 from slipstream.planner.activations import DISPATCH_BUFFERS, dispatched_features, feed_forward_bytes, kept_bytes
 from slipstream.planner.batch import Arithmetic
@@ -194,11 +195,9 @@ def _node(s: Sizes, process: tuple[Figure, ...]) -> tuple[Figure, ...]:
     if s.config.cluster.engines == "beside":
         item = {"float32": 4, "bfloat16": 2, "float8": 3}[engine.dtype]  # float8: the codes beside what they were made from
         weights = f"{engine.replicas} replicas x 2 versions x {item} P"
-        figures.append(
-            Figure(
-                "engine weights", engine.replicas * 2 * item * spec.num_params, "bytes", f"{weights}: live, and the next (engine.weights)"
-            )
-        )
+        shared = f", of which each has the experts of engine.ep.ranks = {engine.ep.ranks}" if engine.ep.ranks > 1 else ""
+        size = engine.replicas * 2 * item * params_here(spec, engine)
+        figures.append(Figure("engine weights", size, "bytes", f"{weights}{shared}: live, and the next (engine.weights)"))
         figures.append(
             Figure(
                 "engine KV cache",

@@ -38,7 +38,7 @@ class Layout:
 
     def load(self, model: LanguageModel, folder: Path) -> None:
         """Fill what this process holds from an HF folder. Raises ModelError, see `models.fill`."""
-        held = {name: (piece.local, piece.starts) for name, piece in self.weights(model).items()}
+        held = {name: [(piece.local, piece.starts)] for name, piece in self.weights(model).items()}
 
         def read() -> None:
             tensors = TensorFiles(folder)

@@ -62,6 +62,18 @@ def test_only_engines_are_restarted_and_every_role_has_its_thread_count(config):
     assert specs[1].env["OMP_NUM_THREADS"] == "3" and specs[0].env["OMP_NUM_THREADS"] == "1"
 
 
+def test_engines_that_share_experts_are_groups_of_neighbours(config):
+    engine = config.engine.replace(replicas=4, ep=config.engine.ep.replace(ranks=2))
+    specs = [spec for spec in processes(config.replace(engine=engine), config.folder) if spec.name.startswith("engine")]
+    assert [(s.group, s.env["RANK"], s.env["WORLD_SIZE"]) for s in specs] == [
+        ("engines-0", "0", "2"),
+        ("engines-0", "1", "2"),
+        ("engines-1", "0", "2"),
+        ("engines-1", "1", "2"),
+    ]
+    assert all(not spec.group for spec in processes(config, config.folder))
+
+
 HOLD = """
 import sys, time
 from pathlib import Path

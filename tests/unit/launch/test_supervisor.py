@@ -177,3 +177,31 @@ def test_roles_end_when_their_supervisor_is_killed(folder):
     process.wait()
     with held(folder):  # not before the role has ended, which takes its time
         assert not psutil.pid_exists(role.pid) or role.status() == psutil.STATUS_ZOMBIE
+
+
+def test_when_one_of_a_group_dies_all_of_it_starts_again_and_meets_elsewhere(folder):
+    """The others cannot go on without it, and may be waiting for something; engines of no group, or of another one, are left alone."""
+    starts = folder / "starts"
+    engine = f"""
+        import os, time
+        open({str(starts)!r}, "a").write(os.environ["NAME"] + " " + os.environ.get("MASTER_PORT", "-") + "\\n")
+        time.sleep(600)
+    """
+    trainer = f"import os, time\nwhile not os.path.exists({str(starts)!r}) or open({str(starts)!r}).read().count('a') < 4: time.sleep(0.05)"
+    groups = {"a0": "a", "a1": "a", "b0": "b", "alone": ""}
+    specs = [ProcessSpec(name, script(engine), {"NAME": name}, restart=True, group=group) for name, group in groups.items()]
+    events: list[str] = []
+    supervisor = Supervisor([*specs, ProcessSpec("trainer", script(trainer))], folder, events.append)
+    killed = []
+
+    def kill_once() -> None:
+        if not killed and starts.exists() and starts.read_text().count("\n") == 4:
+            os.kill(supervisor._processes["a1"].pid, signal.SIGKILL)
+            killed.append(True)
+
+    supervisor.run(on_poll=kill_once)
+    started = [line.split() for line in starts.read_text().splitlines()]
+    assert sorted(name for name, _ in started) == ["a0", "a0", "a1", "a1", "alone", "b0"]
+    ports = {name: [port for other, port in started if other == name] for name in groups}
+    assert ports["a0"] == ports["a1"] and ports["a0"][0] != ports["a0"][1] and ports["alone"] == ["-"] and ports["b0"][0] not in ports["a0"]
+    assert len(events) == 1 and "a1 was killed by SIGKILL; starting it and the rest of a again" in events[0]

@@ -51,7 +51,7 @@ def test_boxes_of_any_cut_are_filled_with_what_the_whole_model_has_there(tmp_pat
     for name, parameter in model.named_parameters():
         for box in boxes(tuple(parameter.shape), parts):
             local = torch.full([b - a for a, b in box], float("nan"))
-            fill({name: (local, [a for a, _ in box])}, table, model.spec, model.tied_names, tensors)
+            fill({name: [(local, [a for a, _ in box])]}, table, model.spec, model.tied_names, tensors)
             assert torch.equal(local, parameter.detach()[tuple(slice(a, b) for a, b in box)]), (name, box)
 
 

@@ -27,7 +27,7 @@ def emitted() -> set[str]:
     """
     found = set()
     for text in sources().values():
-        keys = {re.sub(r"\{[^}]*\}", "{}", match["text"]) for match in LITERAL.finditer(text)}
+        keys = {re.sub(r"\{[^}]*\}|<\w+>", "{}", match["text"]) for match in LITERAL.finditer(text)}
         if "trainer/{}" in keys:
             keys |= {f"trainer/{key}" for key in re.findall(r'"([a-z]+/[a-z_]+)":', text)}
         found |= {key + "/{}" if key.count("/") == 1 else key for key in keys - {"trainer/{}"}}

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from slipstream.ops import clamped_experts, experts
+from slipstream.errors import StateError
+from slipstream.ops import clamped_experts, combine_experts, experts
 from slipstream.ops.experts import experts_reference
 from tests.unit.ops.helpers import expert_inputs, naive_clamped_experts, naive_experts
 
@@ -82,3 +83,21 @@ def test_clamped_experts_equal_a_loop_over_tokens(sizes):
     slope = torch.randn_like(ours)
     for a, b in zip(torch.autograd.grad(ours, leaves, slope), torch.autograd.grad(naive, leaves, slope), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), [(torch.float32, (9, 6, 3, 16, 8)), (torch.bfloat16, (9, 6, 3, 16, 8)), (torch.float32, (9, 6, 3, 12, 8))]
+)
+def test_results_of_experts_that_were_computed_one_by_one_combine_to_the_same_bits(dtype, sizes):
+    x, ids, gates, gate_up, down = expert_inputs(*sizes, dtype=dtype)
+    ids[0, 2] = ids[0, 0]
+    one = experts(x.repeat_interleave(3, 0), ids.flatten().unsqueeze(1), gates.new_ones(27, 1), gate_up, down)
+    combined = combine_experts(one.view(9, 3, -1), ids, gates, 6)
+    expected = experts(x, ids, gates, gate_up, down)
+    assert torch.equal(combined, expected) if sizes[3] % 8 == 0 else torch.allclose(combined, expected, rtol=0, atol=1e-6)
+    assert combine_experts(one.view(9, 3, -1)[:0], ids[:0], gates[:0], 6).shape == (0, sizes[3])
+
+
+def test_an_expert_that_is_not_there_is_refused_when_results_are_combined():
+    with pytest.raises(StateError, match="expert id"):
+        combine_experts(torch.ones(1, 1, 8), torch.tensor([[6]]), torch.ones(1, 1), 6)

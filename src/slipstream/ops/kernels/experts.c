@@ -61,6 +61,24 @@ int experts(const float *x, const int64_t *ids, const float *gates, const float 
     return OK;
 }
 
+/* y = sum_k gate_k · rows_k of results that were computed elsewhere, one row a pair: the sums of `experts`, in its order. */
+int combine_experts(const float *rows, const int64_t *ids, const float *gates, float *y, int64_t tokens, int64_t top_k, int64_t num_experts,
+                    int64_t dim) {
+    int64_t pairs = tokens * top_k;
+    int64_t *start = malloc((size_t)(num_experts + 2 + pairs) * sizeof *start), *order = start + num_experts + 2;
+    if (start == NULL) return NO_MEMORY;
+    for (int64_t i = 0; i < pairs; i++)
+        if (ids[i] < 0 || ids[i] >= num_experts) {
+            free(start);
+            return BAD_INDEX;
+        }
+    sort_pairs(ids, pairs, num_experts, start, order);
+    memset(y, 0, (size_t)(tokens * dim) * sizeof *y);
+    for (int64_t i = 0; i < pairs; i++) add_row(rows + order[i] * dim, gates[order[i]], dim, y + order[i] / top_k * dim);
+    free(start);
+    return OK;
+}
+
 /* out [rows, columns] (+)= aᵀ · b with a [n, rows] and b [n, columns]. */
 static void outer(int64_t n, const float *a, int64_t rows, const float *b, int64_t columns, float *out, int add) {
     for (int64_t at = 0; at < rows; at += CHUNK) {
