@@ -624,6 +624,65 @@ ENGINE = (
     ),
 )
 
+GATEWAY = (
+    Metric(
+        "gateway/sessions/open",
+        "Sessions of agents that are open now.",
+        "sessions",
+        "the rollouts of agents in flight",
+        "Growing without end: a client opens sessions and does not end them; see `gateway.idle_s`.",
+    ),
+    Metric(
+        "gateway/sessions/opened", "Sessions opened since the start.", "sessions", "grows with the rollouts", "Flat: no agent is played."
+    ),
+    Metric(
+        "gateway/turns/count",
+        "Calls of sessions that were answered and recorded since the start.",
+        "turns",
+        "several a session",
+        "Flat with open sessions: agents hang; see `engine/requests/running` and the agents' own logs.",
+    ),
+    Metric(
+        "gateway/tokens/recorded",
+        "Tokens sampled in recorded turns since the start.",
+        "tokens",
+        "with `gateway/tokens/lost`, what the engines sampled for sessions",
+        "Less than that: calls were given up before their answer.",
+    ),
+    Metric(
+        "gateway/tokens/lost",
+        "Tokens that were streamed to calls which were given up in the middle: in no turn.",
+        "tokens",
+        "0",
+        "Agents cut their streams: raise their timeouts, or accept the waste.",
+    ),
+    Metric(
+        "gateway/forks/<kind>",
+        "Calls that start a branch of their own since the start. branched: beside another call, or in another conversation; rewritten: the "
+        "history holds a reply that was not sampled here, as when an agent edits or summarises it.",
+        "calls",
+        "0 rewritten for an agent that only appends; branched where it works with sub-agents",
+        "Each fork is a sample that repeats its prompt. Many rewritten: look in `slipstream rollouts` for what the agent changes.",
+    ),
+    Metric(
+        "gateway/sampling/overridden",
+        "Calls that asked for another temperature, top_p, top_k, min_p or seed than their session's contract, which held.",
+        "calls",
+        "0, or every call of an agent that sets a temperature of its own",
+        "Take the setting out of the agent, to be sure that it does not count on it.",
+    ),
+    Metric("gateway/streams/open", "Streamed answers that are on their way now.", "streams", "at most the calls in flight", "None."),
+    Metric(
+        "gateway/errors/<kind>",
+        "Requests that failed since the start, by kind: bad_request, invalid_api_key, model_not_found, no_session, session_exists, "
+        "session_ended, session_budget_spent, context_length_exceeded, too_large, busy, unavailable, disconnected, internal, ...",
+        "requests",
+        "0, but for session_budget_spent and, when rollouts are cancelled, disconnected",
+        "busy, unavailable: the engines; session_ended: an agent outlives its rollout; internal: a bug, with its traceback in the log.",
+    ),
+)
+
+
 ROUTER = (
     Metric(
         "router/replicas/ready",
@@ -749,7 +808,7 @@ ROUTER = (
     ),
 )
 
-METRICS = (*TRAINER, *ORCHESTRATOR, *ROUTER, *ENGINE)
+METRICS = (*TRAINER, *ORCHESTRATOR, *ROUTER, *ENGINE, *GATEWAY)
 
 SPANS = (
     Line("step", "trainer", "Forward, backward and optimizer of one step."),

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.config.router import RouterConfig
-from slipstream.errors import EngineError, EngineUnavailable, RequestError, StateError
-from slipstream.serving.client import EngineBusy
+from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, RequestError, StateError
 from slipstream.serving.members import DnsSource, FolderSource, UrlSource, source_of
 from slipstream.serving.pool import EnginePool, RouterFull
 from tests.unit.serving.test_pool import Process, ask, machine, until, until_ready  # noqa: F401 (a fixture)
