@@ -44,6 +44,7 @@ class ScriptedEngine:
         """What the next steps raise."""
         self.tokens_prefilled = self.tokens_cached = self.preemptions = self.kv_age_max = 0
         self.speculation = SpeculationCounts()
+        self.weight_bytes = self.kv_bytes = 0
         self.expert_load = np.zeros((2, 4), np.int64)
 
     @property
