@@ -53,8 +53,8 @@ def fill(
 ) -> None:
     """Copy of `tensors` (HF names) what belongs into `held`; FP8 is dequantised block by block.
 
-    `held`: our names; boxes of the parameter: (memory, where in the whole it begins), or a whole `Fp8Weight` without values, which takes the
-    codes of tensors in FP8 as they are, and quantises others. `table`: places of all tensors of the model, also of those of which
+    `held`: our names; boxes of the parameter: (memory, where in the whole it begins), or a whole `Fp8Weight` without values, which takes
+    the codes of tensors in FP8 as they are, and quantises others. `table`: places of all tensors of the model, also of those of which
     nothing is held. `tied`: `LanguageModel.tied_names`. `files` (tensor to file) makes errors say where.
     Raises ModelError, before anything is changed: a tensor is missing, unexpected, of another shape or not of a float type, or FP8 without
     the scales that go with it; afterwards: a value is not finite.
