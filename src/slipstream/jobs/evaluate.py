@@ -48,7 +48,7 @@ async def _evaluate(config: RunConfig) -> dict[str, dict[str, Any]]:
         config.model.path, embedded(config.engine), config.model.seq_len, seed=config.seed, version=VERSION, impl=config.model.impl
     )
     loaded = [load_env(env, config.seed) for env in config.envs]
-    async with local_engine(engine) as port, gateway_for(loaded, port, tokenizer, config) as gateway:
+    async with local_engine(engine) as port, gateway_for(loaded, port, config) as gateway:
         players = [
             EnvPlayer(env, port, tokenizer, section, config.model.seq_len, eval_sampling(section, config.eval), gateway)
             for env, section in zip(loaded, config.envs, strict=True)

@@ -18,13 +18,12 @@ from slipstream.serving.gateway.gateway import Gateway, GatewayEngine
 
 
 @asynccontextmanager
-async def gateway_for(
-    envs: Iterable[Env], engine: GatewayEngine, tokenizer: ChatTokenizer, config: RunConfig
-) -> AsyncIterator[Gateway | None]:
+async def gateway_for(envs: Iterable[Env], engine: GatewayEngine, config: RunConfig) -> AsyncIterator[Gateway | None]:
     """The gateway while the block runs; None where no environment needs one. Raises ConfigError when its port is taken."""
     if not any(isinstance(env, AgentEnv) for env in envs):
         yield None
         return
+    tokenizer = ChatTokenizer.load(config.model.path)
     gateway = Gateway(engine, tokenizer, config.name, config.model.seq_len, secrets.token_urlsafe(32), config.gateway)
     async with serving(gateway, config.gateway.host, config.gateway.port, config.gateway.turn_timeout_s):
         yield gateway

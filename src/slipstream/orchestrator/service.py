@@ -35,7 +35,7 @@ from slipstream.orchestrator.evals import eval_sampling
 from slipstream.orchestrator.ledger import Ledger
 from slipstream.orchestrator.loop import BoundEnv, Orchestrator, Parts
 from slipstream.orchestrator.store import FolderLock, RunStore
-from slipstream.ports import Player
+from slipstream.ports import Engine, Player
 from slipstream.serving.gateway.gateway import Gateway
 from slipstream.serving.pool import EnginePool
 from slipstream.transport.folder import FolderTrainer
@@ -69,17 +69,13 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
     for (env, task), rollout in watchdog.seen.items():
         metrics.event("frozen", env=env, task=task, rollout=rollout)
         print(f"orchestrator: WARNING: not played: {_not_played(env, task, rollout)}", file=sys.stderr, flush=True)
-    tokenizer = ChatTokenizer.load(config.model.path)
     loaded = [load_env(env, config.seed) for env in config.envs]
     async with (
         EnginePool.of_run(run_folder, config.engine.replicas, config.router) as engine,
-        gateway_for(loaded, engine, tokenizer, config) as gateway,
+        gateway_for(loaded, engine, config) as gateway,
     ):
-        players = [
-            partial(EnvPlayer, env, engine, tokenizer, env_config, config.model.seq_len, gateway=gateway)
-            for env, env_config in zip(loaded, config.envs, strict=True)
-        ]
-        envs = tuple(_watched(bound, watchdog.seen) for bound in _bind_envs(config, loaded, players, ledger.last_state()))
+        bound_envs = _bind_envs(config, loaded, engine, gateway, ledger.last_state())
+        envs = tuple(_watched(bound, watchdog.seen) for bound in bound_envs)
         written = _Beside(metrics, engine, gateway)
         parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), written, time.time)
         beating = asyncio.create_task(_beat(watchdog, min(1.0, config.orchestrator.max_freeze_s / 4)))
@@ -113,11 +109,13 @@ def _cancel_once(run: asyncio.Task[str]) -> Callable[[], None]:
 
 
 def _bind_envs(
-    config: RunConfig, envs: Sequence[Env], players: Sequence[Callable[..., EnvPlayer]], state: Mapping[str, Any]
+    config: RunConfig, envs: Sequence[Env], engine: Engine, gateway: Gateway | None, state: Mapping[str, Any]
 ) -> tuple[BoundEnv, ...]:
     """Environments with their players, and their curricula as they were at the last step."""
+    tokenizer = ChatTokenizer.load(config.model.path)
     bound = []
-    for env_config, env, player in zip(config.envs, envs, players, strict=True):
+    for env_config, env in zip(config.envs, envs, strict=True):
+        player = partial(EnvPlayer, env, engine, tokenizer, env_config, config.model.seq_len, gateway=gateway)
         curriculum = _curriculum(config, count_tasks(env, "train"), state.get("curricula", {}).get(env_config.label))
         bound.append(BoundEnv(env_config, env, player(), player(sampling=eval_sampling(env_config, config.eval)), curriculum))
     return tuple(bound)

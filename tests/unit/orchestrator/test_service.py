@@ -51,11 +51,12 @@ def around(monkeypatch: pytest.MonkeyPatch):
     async def player(task, rollout_id, group_id, version_start):
         return played["do"](Rollout(rollout_id, task, group_id, Outcome.env_error, error="nothing to play", version_start=version_start))
 
-    def bind(config, engine, state):
+    def bind(config, envs, engine, gateway, state):
         env = config.envs[0]
         return (BoundEnv(env, FakeEnv("fake"), player, player, Curriculum(config.orchestrator.curriculum, 9, 0)),)
 
     monkeypatch.setattr(service.EnginePool, "of_run", pool)
+    monkeypatch.setattr(service, "load_env", lambda config, seed: FakeEnv(config.label))
     monkeypatch.setattr(service, "_bind_envs", bind)
     return lambda do: played.update(do=do)
 
