@@ -209,15 +209,16 @@ class RunConfig(Section):
                 'that it does not multiply in FP8; set engine.dtype = "float8", or trainer.publish = "compute"'
             )
         quantises = self.trainer.dtype == "float8" or self.trainer.publish == "float8"
-        if quantises and self.engine.dtype == "float8" and self.engine.fp8_scales != self.trainer.fp8_scales:
+        ours = self.engine if isinstance(self.engine, EngineConfig) else None
+        if ours is not None and quantises and ours.dtype == "float8" and ours.fp8_scales != self.trainer.fp8_scales:
             raise ValueError(
-                f"trainer.fp8_scales = {self.trainer.fp8_scales!r} and engine.fp8_scales = {self.engine.fp8_scales!r}: trainer and engine "
+                f"trainer.fp8_scales = {self.trainer.fp8_scales!r} and engine.fp8_scales = {ours.fp8_scales!r}: trainer and engine "
                 "would multiply different codes; set both to the same"
             )
         lower = self.trainer.dtype != "float32" and self.engine.dtype != "float32"
-        if lower and isinstance(self.engine, EngineConfig) and self.trainer.head_dtype != self.engine.head_dtype:
+        if ours is not None and lower and self.trainer.head_dtype != ours.head_dtype:
             raise ValueError(
-                f"trainer.head_dtype = {self.trainer.head_dtype!r} and engine.head_dtype = {self.engine.head_dtype!r}: one would round "
+                f"trainer.head_dtype = {self.trainer.head_dtype!r} and engine.head_dtype = {ours.head_dtype!r}: one would round "
                 "logits and the other not, so that they disagree about every token; set both to the same"
             )
         return self
