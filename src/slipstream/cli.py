@@ -319,16 +319,17 @@ def engine(
 ) -> None:
     """Serve a model: OpenAI-compatible and token-in token-out, on this machine."""
     from slipstream.config.serve import EngineConfig
-    from slipstream.engine.server import serve_folder, serve_run
-    from slipstream.engine.wide.fit import check_wide
-    from slipstream.launch import ranks as processes
-    from slipstream.models.impl import read_spec
 
     if (model is None) == (run is None):
         raise ConfigError("engine: give either --model FOLDER (stand-alone) or --run FOLDER (a replica of a run)")
     if run is not None:
         _check_run(run)
-        raise typer.Exit(serve_run(run, replica))
+        raise typer.Exit(_serve_replica(run, replica))
+    from slipstream.engine.server import serve_folder
+    from slipstream.engine.wide.fit import check_wide
+    from slipstream.launch import ranks as processes
+    from slipstream.models.impl import read_spec
+
     assert model is not None
     _check_model(model)
     config = load(EngineConfig, (), [f"host={host}", f"port={port}", f"replicas={ranks}", f"ep.ranks={ranks}", *sets])
@@ -336,6 +337,15 @@ def engine(
         check_wide(read_spec(model, impl), config, impl)
         raise typer.Exit(processes.run(config.ep.ranks, "engine process"))
     raise typer.Exit(serve_folder(model, config, seq_len, impl))
+
+
+def _serve_replica(run: Path, replica: int) -> int:
+    """By the type of the run's engine: what one needs the other does not import."""
+    if load(RunConfig, [run / "config.toml"]).engine.type == "vllm":
+        from slipstream.serving.vllm.server import serve_run
+    else:
+        from slipstream.engine.server import serve_run
+    return serve_run(run, replica)
 
 
 @command("slipstream gateway runs/quickstart --port 8100")

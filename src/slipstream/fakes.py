@@ -99,6 +99,8 @@ class FakeEngine:
         self._trace = trace or Trace()
         self._token_s = token_s
         self._deaths = 0
+        self._ids: set[str] = set()
+        self._aborted: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """At most 12 tokens. Weights may change in the middle."""
@@ -109,16 +111,22 @@ class FakeEngine:
         versions: list[tuple[int, int]] = []
         deaths = self._deaths
         self.running += 1
+        self._ids.add(request.id)
         try:
             for chunk in _chunks(count, 6):
                 await asyncio.sleep(chunk * self._token_s * self._rng.uniform(0.5, 2.0))
                 if self._deaths != deaths or not self.is_up.is_set():
                     raise EngineUnavailable("the engine died")
+                if request.id in self._aborted:
+                    break
                 versions.append((self.live.number, chunk))
+            reason = "abort" if request.id in self._aborted else "stop"
         finally:
             self.running -= 1
-        tokens_N = np.array([self._rng.randrange(100) for _ in range(count)], np.int32)
-        return Completion(request.id, tokens_N, np.full(count, -1.0, np.float32), _merge(versions), "stop")
+            self._ids.discard(request.id)
+            self._aborted.discard(request.id)
+        tokens_N = np.array([self._rng.randrange(100) for _ in range(sum(n for _, n in versions))], np.int32)
+        return Completion(request.id, tokens_N, np.full(len(tokens_N), -1.0, np.float32), _merge(versions), reason)
 
     async def prepare(self, version: PolicyVersion) -> None:
         await self._call("prepare")
@@ -138,6 +146,7 @@ class FakeEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._call("abort")
+        self._aborted |= self._ids & set(request_ids)
 
     async def state(self) -> EngineState:
         await self._call("state")

@@ -109,7 +109,7 @@ def _scalar(raw: str) -> Any:
 
 def _explain(cls: type[Section], problem: Any) -> str:
     """One line for one pydantic problem: key, value, what was expected, the nearest right key."""
-    location = [str(part) for part in problem["loc"]]
+    location = _as_written(cls, problem["loc"])
     key = ".".join(location) or "(whole file)"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
@@ -120,6 +120,21 @@ def _explain(cls: type[Section], problem: Any) -> str:
     if problem["type"] == "value_error" and not location:
         return message
     return f"{key} = {problem['input']!r}: {message}"
+
+
+def _as_written(cls: type[pydantic.BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Without the names of types that pydantic puts between a key and what is wrong in its table."""
+    parts: list[str] = []
+    kinds: list[type[pydantic.BaseModel]] = [cls]
+    for part in location:
+        named = [kind for kind in kinds if len(kinds) > 1 and kind.model_fields["type"].default == part]
+        if named:
+            kinds = named
+            continue
+        parts.append(str(part))
+        if isinstance(part, str):
+            kinds = [inner for kind in kinds if part in kind.model_fields for inner in _sections_in(kind.model_fields[part].annotation)]
+    return parts
 
 
 def _near(location: Sequence[str], paths: Iterable[str]) -> str:

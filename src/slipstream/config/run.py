@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from slipstream.config.base import Section
 from slipstream.config.cluster import ClusterConfig
@@ -15,6 +16,22 @@ from slipstream.config.model import ModelConfig
 from slipstream.config.router import RouterConfig
 from slipstream.config.serve import EngineConfig
 from slipstream.config.train import SftConfig, TrainerConfig
+from slipstream.config.vllm import VllmConfig
+
+
+def _engine_type(value: Any) -> str:
+    return value.get("type", "embedded") if isinstance(value, Mapping) else value.type
+
+
+AnyEngine = Annotated[
+    Annotated[EngineConfig, Tag("embedded")] | Annotated[VllmConfig, Tag("vllm")],
+    Discriminator(
+        _engine_type,
+        custom_error_type="engine_type",
+        custom_error_message='engine.type: expected "embedded" (the default) or "vllm"',
+    ),
+]
+"""`type` may be left out: embedded."""
 
 
 class BySamples(Section):
@@ -127,7 +144,7 @@ class RunConfig(Section):
     max_minutes: float | None = Field(default=None, gt=0)
     """End early, with a last evaluation and checkpoint, at the first step after this much time since the start or the latest `--resume`."""
     model: ModelConfig
-    engine: EngineConfig = EngineConfig()
+    engine: AnyEngine = EngineConfig()
     gateway: GatewayConfig = GatewayConfig()
     router: RouterConfig = RouterConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -192,15 +209,16 @@ class RunConfig(Section):
                 'that it does not multiply in FP8; set engine.dtype = "float8", or trainer.publish = "compute"'
             )
         quantises = self.trainer.dtype == "float8" or self.trainer.publish == "float8"
-        if quantises and self.engine.dtype == "float8" and self.engine.fp8_scales != self.trainer.fp8_scales:
+        ours = self.engine if isinstance(self.engine, EngineConfig) else None
+        if ours is not None and quantises and ours.dtype == "float8" and ours.fp8_scales != self.trainer.fp8_scales:
             raise ValueError(
-                f"trainer.fp8_scales = {self.trainer.fp8_scales!r} and engine.fp8_scales = {self.engine.fp8_scales!r}: trainer and engine "
+                f"trainer.fp8_scales = {self.trainer.fp8_scales!r} and engine.fp8_scales = {ours.fp8_scales!r}: trainer and engine "
                 "would multiply different codes; set both to the same"
             )
         lower = self.trainer.dtype != "float32" and self.engine.dtype != "float32"
-        if lower and self.trainer.head_dtype != self.engine.head_dtype:
+        if ours is not None and lower and self.trainer.head_dtype != ours.head_dtype:
             raise ValueError(
-                f"trainer.head_dtype = {self.trainer.head_dtype!r} and engine.head_dtype = {self.engine.head_dtype!r}: one would round "
+                f"trainer.head_dtype = {self.trainer.head_dtype!r} and engine.head_dtype = {ours.head_dtype!r}: one would round "
                 "logits and the other not, so that they disagree about every token; set both to the same"
             )
         return self

@@ -1,4 +1,4 @@
-"""[engine]: the embedded engine and its server."""
+"""[engine]: what every engine has, and the embedded engine; vLLM's keys are in `config.vllm`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pydantic import Field, model_validator
 from slipstream.config.base import Section
 from slipstream.config.speculation import NoSpeculation, Speculation
 from slipstream.config.wide import WideConfig
+from slipstream.errors import ConfigError
 
 
-class EngineConfig(Section):
-    """One embedded engine process (a replica)."""
+class EngineBase(Section):
+    """What every engine has, whatever computes."""
 
     replicas: int = Field(default=1, ge=1)
     """Number of engine processes that `slipstream rl` starts."""
@@ -20,18 +21,6 @@ class EngineConfig(Section):
     """Address to bind. Anything but loopback is your decision."""
     port: int = Field(default=0, ge=0, le=65535)
     """0: a free port, told to the other roles through the run folder. Replica i listens on port + i."""
-    dtype: Literal["float32", "bfloat16", "float8"] = "float32"
-    """float8: bfloat16, with the matrices of the precision map multiplied in block-scaled FP8, with the codes of trainer.dtype = "float8";
-    these are all that is held of them, half the memory. Emulated on the CPU, for its numbers and not for speed."""
-    fp8_scales: Literal["float32", "power_of_two"] = "float32"
-    """Of float8, as trainer.fp8_scales."""
-    kv_dtype: Literal["auto", "float8"] = "auto"
-    """Keys and values in the cache. auto: float32 with dtype = "float32", else bfloat16. float8: E4M3 with a scale for each token and head,
-    about half of bfloat16; index keys of sparse attention stay as they are."""
-    head_dtype: Literal["auto", "float32"] = "auto"
-    """Of the product of hidden states and head, as trainer.head_dtype."""
-    block_tokens: int = Field(default=16, ge=1)
-    """Tokens in a KV block."""
     kv_memory_mib: int = Field(default=128, ge=1)
     """Memory for the paged KV cache (keys, values and routing rows); at least one sequence of model.seq_len must fit."""
     max_running: int = Field(default=64, ge=1)
@@ -43,13 +32,15 @@ class EngineConfig(Section):
     """Record which experts each token used, for router replay."""
     on_update: Literal["keep", "recompute", "abort"] = "keep"
     """What a weight update does to running sequences: keep their KV, recompute it under the new weights, or abort them."""
-    speculation: Speculation = NoSpeculation()
     max_waiting: int = Field(default=4096, ge=1)
     """Requests beyond this many waiting ones are refused (HTTP 429)."""
     threads: int = Field(default=1, ge=1)
     """OpenMP threads of the process."""
-    ep: WideConfig = WideConfig()
-    """Engine processes that share the experts of one model."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of ours that share one model."""
+        return 1
 
     @model_validator(mode="after")
     def _cross_checks(self):
@@ -62,6 +53,35 @@ class EngineConfig(Section):
             raise ValueError(
                 f"engine.port = {self.port} and engine.replicas = {self.replicas}: replica i listens on port + i, at most 65535"
             )
+        return self
+
+
+class EngineConfig(EngineBase):
+    """One embedded engine process (a replica)."""
+
+    type: Literal["embedded"] = "embedded"
+    dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+    """float8: bfloat16, with the matrices of the precision map multiplied in block-scaled FP8, with the codes of trainer.dtype = "float8";
+    these are all that is held of them, half the memory. Emulated on the CPU, for its numbers and not for speed."""
+    fp8_scales: Literal["float32", "power_of_two"] = "float32"
+    """Of float8, as trainer.fp8_scales."""
+    kv_dtype: Literal["auto", "float8"] = "auto"
+    """Keys and values in the cache. auto: float32 with dtype = "float32", else bfloat16. float8: E4M3 with a scale for each token and head,
+    about half of bfloat16; index keys of sparse attention stay as they are."""
+    head_dtype: Literal["auto", "float32"] = "auto"
+    """Of the product of hidden states and head, as trainer.head_dtype."""
+    block_tokens: int = Field(default=16, ge=1)
+    """Tokens in a KV block."""
+    speculation: Speculation = NoSpeculation()
+    ep: WideConfig = WideConfig()
+    """Engine processes that share the experts of one model."""
+
+    @property
+    def ranks(self) -> int:
+        return self.ep.ranks
+
+    @model_validator(mode="after")
+    def _wide_checks(self):
         if self.replicas % self.ep.ranks:
             raise ValueError(
                 f"engine.replicas = {self.replicas} and engine.ep.ranks = {self.ep.ranks}: replicas counts processes, of which groups of "
@@ -73,6 +93,13 @@ class EngineConfig(Section):
                 '"bfloat16" or "float32", or ranks = 1'
             )
         return self
+
+
+def embedded(engine: EngineBase) -> EngineConfig:
+    """For what only the embedded engine can do. Raises ConfigError for another one."""
+    if not isinstance(engine, EngineConfig):
+        raise ConfigError('engine.type: this command uses the embedded engine in its own process; add --set engine.type="embedded"')
+    return engine
 
 
 class SamplingConfig(Section):

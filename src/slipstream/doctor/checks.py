@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from slipstream.config import RunConfig, to_toml
+from slipstream.config.serve import embedded
 from slipstream.config.train import TrainerConfig
 from slipstream.doctor import material
 from slipstream.doctor.shrink import VOCAB, write_small_model
@@ -77,7 +78,7 @@ def examine(config: RunConfig, most: int = 4, tell: Callable[[str], None] = lamb
         folder = Path(scratch)
         spec = write_small_model(config.model.path, folder / "model", config.seed)
         tell("two turns of rollouts by an embedded engine")
-        engine = material.make_engine(folder / "model", config.engine, config.seed)
+        engine = material.make_engine(folder / "model", embedded(config.engine), config.seed)
         samples = material.play(engine, VOCAB, config.seed)
         (folder / TRAINER_FILE).write_text(to_toml(config.trainer))
         batches = material.batches(samples, spec.num_experts)

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig, load
-from slipstream.config.serve import EngineConfig
+from slipstream.config.serve import EngineConfig, embedded
 from slipstream.engine.app import make_app
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
@@ -33,6 +33,7 @@ from slipstream.errors import EngineUnavailable
 from slipstream.models.impl import Impl, read_spec
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.serving.api.http import listen
+from slipstream.serving.members import write_endpoint
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +46,10 @@ def serve_run(run_folder: Path, replica: int) -> int:
     _log_to_stderr()
     run_folder = Path(run_folder)
     config = load(RunConfig, [run_folder / "config.toml"])
-    model = config.model
-    check_room(read_spec(model.path, model.impl), config.engine, model.seq_len)
-    port = config.engine.port + replica if config.engine.port else 0
-    with made(model.path, config.engine, model.seq_len, config.seed + replica, -1, model.impl) as driver:
+    model, engine = config.model, embedded(config.engine)
+    check_room(read_spec(model.path, model.impl), engine, model.seq_len)
+    port = engine.port + replica if engine.port else 0
+    with made(model.path, engine, model.seq_len, config.seed + replica, -1, model.impl) as driver:
         return asyncio.run(_serve_run(driver, config, run_folder, replica, port))
 
 
@@ -129,15 +130,6 @@ async def serving(
         driving.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):  # its failure, if any, is the exit status already
             await driving
-
-
-def write_endpoint(file: Path, url: str, token: str) -> None:
-    """Where a replica listens, for the other roles of the run: readable by its user only, never half-written."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(f".{os.getpid()}.tmp")
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        json.dump({"url": url, "token": token, "pid": os.getpid()}, out)
-    fresh.replace(file)
 
 
 async def _stopped(driving: asyncio.Task[None]) -> int:

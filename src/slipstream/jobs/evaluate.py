@@ -16,6 +16,7 @@ from rich.table import Table
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
+from slipstream.config.serve import embedded
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.local import local_engine
 from slipstream.envs.base import load_env
@@ -44,7 +45,7 @@ def evaluate(config: RunConfig) -> dict[str, dict[str, Any]]:
 async def _evaluate(config: RunConfig) -> dict[str, dict[str, Any]]:
     tokenizer = ChatTokenizer.load(config.model.path)
     engine = EmbeddedEngine(
-        config.model.path, config.engine, config.model.seq_len, seed=config.seed, version=VERSION, impl=config.model.impl
+        config.model.path, embedded(config.engine), config.model.seq_len, seed=config.seed, version=VERSION, impl=config.model.impl
     )
     loaded = [load_env(env, config.seed) for env in config.envs]
     async with local_engine(engine) as port, gateway_for(loaded, port, tokenizer, config) as gateway:

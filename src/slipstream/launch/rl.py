@@ -11,6 +11,7 @@ from rich.markup import escape
 from slipstream.algorithms.custom import import_function
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
+from slipstream.config.vllm import VllmConfig
 from slipstream.envs.base import count_tasks, load_env
 from slipstream.errors import ConfigError
 from slipstream.launch import run_folder
@@ -22,6 +23,7 @@ from slipstream.observe.dashboard import Dashboard
 from slipstream.observe.report import write_report
 from slipstream.observe.summary import print_summary, summarise
 from slipstream.planner.checks import problems
+from slipstream.serving.vllm.support import check_python, untested
 
 
 def run(config: RunConfig, resume: bool, clean: bool) -> int:
@@ -78,6 +80,8 @@ def check_inputs(config: RunConfig) -> None:
             import_function(env.advantage.path, f"envs[{env.label}].advantage.path")
     if config.trainer.loss.type == "custom":
         import_function(config.trainer.loss.path, "trainer.loss.path")
+    if isinstance(config.engine, VllmConfig) and (warning := untested(check_python(config.engine.python).version)) is not None:
+        Console(stderr=True).print(f"[yellow]{escape(warning)}[/]", soft_wrap=True)
     spec = read_spec(config.model.path, config.model.impl)
     ChatTokenizer.load(config.model.path)
     for problem in problems(config, spec):

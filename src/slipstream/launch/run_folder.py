@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from slipstream.config import RunConfig, load, to_toml
+from slipstream.config.vllm import VllmConfig
 from slipstream.errors import ConfigError
 from slipstream.transport.files import write_atomically
 
@@ -168,7 +169,11 @@ def open_config(folder: Path) -> RunConfig:
 
 def absolute(config: RunConfig) -> RunConfig:
     """The same configuration with absolute paths, so that every role finds them from anywhere."""
-    return config.replace(model=config.model.replace(path=config.model.path.resolve()), runs_dir=config.runs_dir.resolve())
+    engine = config.engine
+    if isinstance(engine, VllmConfig):  # not resolved: an interpreter that is a link is that of its environment
+        engine = engine.replace(python=engine.python.absolute())
+    model = config.model.replace(path=config.model.path.resolve())
+    return config.replace(model=model, engine=engine, runs_dir=config.runs_dir.resolve())
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, str]]:

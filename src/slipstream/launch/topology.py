@@ -33,7 +33,7 @@ class ProcessSpec:
 def processes(config: RunConfig, run_folder: Path, port: int = 0) -> list[ProcessSpec]:
     """Every role process of a run, in the order in which to start them. `port`: where several trainer processes meet."""
     slipstream = (sys.executable, "-m", "slipstream.cli")
-    folder, wide = str(run_folder), config.engine.ep.ranks
+    folder, wide = str(run_folder), config.engine.ranks
     engines = [
         ProcessSpec(
             f"engine-{replica}",

@@ -487,6 +487,20 @@ ENGINE = (
         "Stands still: prepare or commit fails; see logs/engine-*.log.",
     ),
     Metric(
+        "engine/canary/gap_nats",
+        'Mean difference of the canary prompts\' logprobs from those of a fresh load, at the last weight update (engine.type = "vllm").',
+        "nats",
+        "well below engine.canary_tolerance",
+        "Near the tolerance: rounding of this model is large, raise it; above: the update was refused, see the log.",
+    ),
+    Metric(
+        "engine/canary/refused",
+        'Weight updates that were undone because vLLM did not load them or did not compute what they say (engine.type = "vllm").',
+        "updates",
+        "0",
+        "Above 0: this version of vLLM loads weights wrongly; see docs/vllm.md and the traceback in logs/engine-*.log.",
+    ),
+    Metric(
         "engine/preemptions/count",
         "Sequences pushed out of the KV cache and recomputed, since the start of the process.",
         "sequences",

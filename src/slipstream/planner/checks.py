@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from slipstream.config.run import RunConfig
+from slipstream.config.serve import EngineConfig
 from slipstream.engine.room import check_room
 from slipstream.engine.wide.fit import check_wide
 from slipstream.errors import ConfigError, ModelError, SlipstreamError
@@ -37,9 +38,9 @@ def _checks(config: RunConfig, spec: ModelSpec) -> Iterator[Callable[[], None]]:
     yield lambda: check_fits(config.trainer.parallel, spec)
     yield lambda: check_trains(config.trainer, config.trainer.optim, spec)
     yield lambda: check_share(config, spec)
-    if config.cluster.engines == "beside":
-        yield lambda: check_room(spec, config.engine, config.model.seq_len)
-        yield lambda: check_wide(spec, config.engine, config.model.impl)
+    if config.cluster.engines == "beside" and isinstance(engine := config.engine, EngineConfig):
+        yield lambda: check_room(spec, engine, config.model.seq_len)
+        yield lambda: check_wide(spec, engine, config.model.impl)
     if config.trainer.parallel.pp == 1 and config.trainer.lora is None:  # what the plan of memory does not know
         yield lambda: check_memory(config, spec)
 

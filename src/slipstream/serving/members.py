@@ -6,6 +6,7 @@ A source knows names and how to locate each; whether anybody answers there is th
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -112,3 +113,12 @@ def read_endpoint(file: Path) -> Endpoint:
         raise EngineUnavailable(f"{file} does not exist: the engine has not started yet, or has ended") from None
     except (msgspec.DecodeError, OSError) as error:
         raise EngineUnavailable(f"{file} cannot be read: {error}") from None
+
+
+def write_endpoint(file: Path, url: str, token: str) -> None:
+    """Where a replica listens, for the other roles of the run: readable by its user only, never half-written."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_suffix(f".{os.getpid()}.tmp")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        json.dump({"url": url, "token": token, "pid": os.getpid()}, out)
+    fresh.replace(file)

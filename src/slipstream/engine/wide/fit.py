@@ -3,17 +3,17 @@ anything starts."""
 
 from __future__ import annotations
 
-from slipstream.config.serve import EngineConfig
+from slipstream.config.serve import EngineBase, EngineConfig, embedded
 from slipstream.errors import ConfigError
 from slipstream.models.spec import ModelSpec
 from slipstream.parallel.placement import slots_per_rank
 
 
-def params_here(spec: ModelSpec, config: EngineConfig) -> int:
+def params_here(spec: ModelSpec, config: EngineBase) -> int:
     """Parameters that one engine process holds."""
-    ep = config.ep
-    if ep.ranks == 1:
+    if config.ranks == 1:
         return spec.num_params
+    ep = embedded(config).ep
     elsewhere = spec.num_experts - slots_per_rank(spec.num_experts, ep.ranks, ep.redundant_experts)
     return spec.num_params - elsewhere * spec.expert_params * len(spec.moe_layers)
 

@@ -1,0 +1,119 @@
+"""The HTTP routes of vLLM's server (0.32: token-in token-out, weight transfer, pause, metrics) over its Unix socket.
+
+Knows what they are called and what their errors mean; not when to call them. Must be used from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from slipstream.errors import EngineError, EngineUnavailable, RequestError
+from slipstream.transport.threads import off_loop
+
+ASK_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 1800.0
+"""Deadline of loading weights into the model."""
+PREFIX = "generate-tokens-"
+"""What vLLM puts before the id of a token-in token-out request; aborting needs the whole."""
+
+
+class Api:
+    """One server. Every call raises EngineUnavailable when nobody answers."""
+
+    def __init__(self, socket: Path, generate_timeout_s: float = 3600.0):
+        self._socket = socket
+        self._generate_timeout_s = generate_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """POST /inference/v1/generate. Cancelling closes the connection, upon which vLLM aborts the request. Raises RequestError."""
+        return await self._json("POST", "/inference/v1/generate", body, self._generate_timeout_s)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._send("POST", "/inference/v1/abort_requests", {"request_ids": [PREFIX + name for name in request_ids]})
+
+    async def pause(self, mode: str) -> None:
+        """`keep`: running requests stand still. `abort`: they end."""
+        await self._send("POST", f"/pause?mode={mode}&clear_cache=false")
+
+    async def resume(self) -> None:
+        await self._send("POST", "/resume")
+
+    async def update_weights(self, folder: str, fingerprint: str, version: str) -> None:
+        """Load a published version. The server must be paused. Raises LoadFailed."""
+        try:
+            await self._send("POST", "/start_weight_update")
+            info = {"folder": folder, "fingerprint": fingerprint}
+            await self._send("POST", "/update_weights", {"update_info": info}, LOAD_TIMEOUT_S)
+            await self._send("POST", "/finish_weight_update", {"weight_version": version}, LOAD_TIMEOUT_S)
+        except ServerFailed as error:
+            raise LoadFailed(f"vLLM could not load {folder}: {error}; its log has the traceback") from None
+
+    async def forget_prefixes(self, recompute_running: bool = False) -> None:
+        await self._send("POST", f"/reset_prefix_cache?reset_running_requests={str(recompute_running).lower()}")
+
+    async def call_workers(self, method: str, *args: str) -> list[Any]:
+        """Answers of the worker extension's method, one a worker."""
+        body = {"method": method, "args": list(args), "timeout": ASK_TIMEOUT_S}
+        return (await self._json("POST", "/collective_rpc", body, ASK_TIMEOUT_S))["results"]
+
+    async def metrics(self) -> str:
+        return (await self._send("GET", "/metrics")).decode()
+
+    async def healthy(self) -> bool:
+        try:
+            await self._send("GET", "/health", timeout_s=5.0)
+        except EngineError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _json(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
+        answer = await self._send(method, path, body, timeout_s)
+        try:
+            return await off_loop(len(answer), lambda: json.loads(answer))
+        except ValueError:
+            raise EngineUnavailable(f"vLLM: {path}: the answer is not JSON: {answer[:200]!r}") from None
+
+    async def _send(self, method: str, path: str, body: Any = None, timeout_s: float = ASK_TIMEOUT_S) -> bytes:
+        """The body of a 2xx answer; every other ending is one of our exceptions."""
+        if self._session is None:
+            connector = aiohttp.UnixConnector(str(self._socket), limit=0, keepalive_timeout=4.0)  # uvicorn closes idle ones after 5 s
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        try:
+            async with asyncio.timeout(timeout_s), self._session.request(method, f"http://vllm{path}", json=body) as response:
+                answer = await response.read()
+        except TimeoutError:
+            raise EngineUnavailable(f"vLLM: {path}: no answer within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"vLLM: {path}: {type(error).__name__}: {error}") from None
+        if response.status >= 400:
+            text = f"vLLM: {path}: HTTP {response.status}: {_message(answer)}"
+            raise RequestError(text) if response.status < 500 else ServerFailed(text)
+        return answer
+
+
+class LoadFailed(EngineError):
+    """The weights are not loaded, or not all of them: the server must not be used before others are."""
+
+
+class ServerFailed(EngineUnavailable):
+    """HTTP 5xx: the server is there and something in it failed."""
+
+
+def _message(body: bytes) -> str:
+    try:
+        error = json.loads(body)["error"]
+        return error["message"] if isinstance(error, dict) else str(error)
+    except (ValueError, KeyError, TypeError):
+        return body[:300].decode(errors="replace")

@@ -1,0 +1,132 @@
+"""Requests of ours as bodies of POST /inference/v1/generate, and its answers as completions. Pure.
+
+Field names: vllm/entrypoints/scale_out/token_in_token_out/protocol.py (0.32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from slipstream.errors import EngineUnavailable, RequestError
+from slipstream.types import Completion, FinishReason, GenerateRequest, Routing, Timings, Versions
+
+NO_LOGPROB = -9999.0
+"""What vLLM writes in place of a logprob that is missing or not a number."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class Limits(Protocol):
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+
+def check(request: GenerateRequest, limits: Limits) -> None:
+    """Raises RequestError for what no engine of ours takes, in the words of all of them."""
+    prompt_T, s, name = request.prompt_T, request.sampling, f"request {request.id}"
+    if len(prompt_T) == 0:
+        raise RequestError(f"{name}: the prompt is empty; it needs at least one token")
+    if len(prompt_T) + 1 > limits.seq_len:
+        raise RequestError(f"{name}: a prompt of {len(prompt_T)} tokens leaves no room in a context of {limits.seq_len}; shorten it")
+    lowest, highest = int(prompt_T.min()), int(prompt_T.max())
+    if lowest < 0 or highest >= limits.vocab_size:
+        wrong_id = lowest if lowest < 0 else highest
+        raise RequestError(f"{name}: token id {wrong_id} is not in the vocabulary of {limits.vocab_size}")
+    wrong = {
+        "temperature": not (s.temperature == 0 or MIN_TEMPERATURE <= s.temperature <= MAX_TEMPERATURE),
+        "top_p": not 0 < s.top_p <= 1,
+        "top_k": s.top_k < 0,
+        "min_p": not 0 <= s.min_p <= 1,
+        "max_tokens": s.max_tokens < 1,
+        "stop": any(not text for text in s.stop),
+        "stop_token_ids": any(not 0 <= i < limits.vocab_size for i in s.stop_token_ids),
+        "seed": s.seed is not None and not -(1 << 63) <= s.seed < 1 << 63,
+        "routing_from": request.routing_from < 0,
+        "salt": request.salt < 0,
+    }
+    for field, is_wrong in wrong.items():
+        if is_wrong:
+            raise RequestError(f"{name}: {field} = {getattr(s if hasattr(s, field) else request, field)!r} is out of range")
+
+
+def body(request: GenerateRequest, limits: Limits) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "request_id": request.id,
+        "token_ids": request.prompt_T.tolist(),
+        "cache_salt": f"v{request.salt}",
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "max_tokens": min(sampling.max_tokens, limits.seq_len - len(request.prompt_T)),
+            "stop": list(sampling.stop),
+            "stop_token_ids": sorted({*limits.stop_ids, *sampling.stop_token_ids}),
+            "seed": sampling.seed,
+            "logprobs": 0,
+            "detokenize": bool(sampling.stop),
+            "skip_special_tokens": False,
+        },
+    }
+
+
+def completion(request: GenerateRequest, answer: Mapping[str, Any], timings: Timings) -> Completion:
+    """Raises EngineUnavailable when the answer lacks what it must have."""
+    try:
+        choice = answer["choices"][0]
+        tokens_N = np.array(choice["token_ids"] or [], np.int32)
+        logprobs_N = np.array([entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []], np.float32)
+        versions = _versions(choice["weight_versions"] or [])
+        cached = (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        reason = _REASONS[choice["finish_reason"]]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise EngineUnavailable(f"request {request.id}: the answer of vLLM does not have the form of 0.32: {error!r}") from None
+    if len(logprobs_N) != len(tokens_N) or sum(n for _, n in versions) != len(tokens_N):
+        raise EngineUnavailable(f"request {request.id}: {len(tokens_N)} tokens, {len(logprobs_N)} logprobs, versions {versions} from vLLM")
+    if not (np.isfinite(logprobs_N) & (logprobs_N > NO_LOGPROB)).all():
+        raise EngineUnavailable(f"request {request.id}: a logprob from vLLM is missing or not a number: the weights are broken")
+    age = _age(request.salt, cached, versions)
+    return Completion(request.id, tokens_N, logprobs_N, versions, reason, None, cached, age, timings)
+
+
+def nothing(request: GenerateRequest) -> Completion:
+    """Of a request that was aborted before it was sent."""
+    return Completion(request.id, np.zeros(0, np.int32), np.zeros(0, np.float32), (), "abort")
+
+
+def with_routing(done: Completion, routing: Routing | None) -> Completion:
+    return replace(done, routing=routing)
+
+
+def canary_body(name: str, prompt_T: np.ndarray) -> dict[str, Any]:
+    """Scores a prompt. Its salt is its own, so that no KV of other weights answers; before everything that waits."""
+    sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "skip_reading_prefix_cache": True}
+    return {"request_id": name, "token_ids": prompt_T.tolist(), "cache_salt": name, "priority": -1, "sampling_params": sampling}
+
+
+def prompt_logprobs(prompt_T: np.ndarray, answer: Mapping[str, Any]) -> np.ndarray:
+    """Of each token but the first; NaN where vLLM says nothing."""
+    rows = answer.get("prompt_logprobs") or []
+    found = [(row or {}).get(str(token), {}).get("logprob", np.nan) for token, row in zip(prompt_T[1:].tolist(), rows[1:], strict=False)]
+    return np.array(found + [np.nan] * (len(prompt_T) - 1 - len(found)), np.float32)
+
+
+def _versions(spans: list[Mapping[str, Any]]) -> Versions:
+    return tuple((int(span["version"]), span["end"] - span["start"]) for span in spans if span["end"] > span["start"])
+
+
+def _age(salt: int, cached: int, versions: Versions) -> int:
+    """An upper bound: blocks that were found were written since the rollout began, which is what their salt says."""
+    if not versions:
+        return 0
+    oldest = min(salt, versions[0][0]) if cached else versions[0][0]
+    return max(0, versions[-1][0] - oldest)

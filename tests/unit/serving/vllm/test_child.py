@@ -1,0 +1,87 @@
+"""vLLM's server as a child: told what is wrong when it ends, and gone when its parent is. A stand-in with vLLM's module name plays it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import ConfigError, EngineUnavailable
+from slipstream.serving.vllm.api import Api
+from slipstream.serving.vllm.child import Server, environment, plugin_folder
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from slipstream.serving.vllm.child import Server, environment
+async def main():
+    server = await Server.start(Path(sys.executable), ["--x", "1"], environment(Path(sys.argv[1]), {"PYTHONPATH": sys.argv[1]}))
+    print(server.pid, flush=True)
+    await server.ended()
+asyncio.run(main())
+"""
+
+
+def stand_in(folder: Path, code: str) -> Path:
+    """A package `vllm` whose server runs `code`."""
+    server = folder / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    server.parent.mkdir(parents=True)
+    server.write_text(code)
+    return folder
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+async def started(folder: Path, code: str) -> Server:
+    env = environment(plugin_folder(folder / "plugin"), {"PYTHONPATH": str(stand_in(folder / "stand-in", code))})
+    return await Server.start(Path(sys.executable), ["--flag"], env)
+
+
+async def test_a_server_that_ends_before_it_serves_is_a_mistake_to_mend(tmp_path):
+    server, api = await started(tmp_path, "import sys; sys.exit(7)"), Api(tmp_path / "socket")
+    with pytest.raises(ConfigError, match="exit code 7 before it served"):
+        await server.healthy(api, 30.0)
+    await api.close()
+    await server.stop()
+
+
+async def test_a_server_that_does_not_answer_in_time_is_unavailable(tmp_path):
+    server, api = await started(tmp_path, "import time; time.sleep(60)"), Api(tmp_path / "socket")
+    with pytest.raises(EngineUnavailable, match="start_timeout_s"):
+        await server.healthy(api, 0.1)
+    await api.close()
+    await server.stop()
+    assert gone(server.pid)
+
+
+async def test_the_server_sees_the_plugin_and_our_arguments(tmp_path):
+    code = (
+        f"import slipstream.types, sys, os; open({str(tmp_path / 'seen')!r}, 'w').write(sys.argv[1] + os.environ['VLLM_SERVER_DEV_MODE'])"
+    )
+    server = await started(tmp_path, code)
+    assert await server.ended() == 0
+    assert (tmp_path / "seen").read_text() == "--flag1"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it: Linux only")
+def test_the_server_ends_when_its_parent_is_killed(tmp_path):
+    folder = stand_in(tmp_path / "stand-in", "import time; time.sleep(60)")
+    command = [sys.executable, "-c", PARENT, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ), text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(parent.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(pid)
