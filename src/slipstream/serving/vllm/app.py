@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from slipstream.errors import EngineError, EngineUnavailable, RequestError, WireError
+from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, RequestError, WireError
 from slipstream.serving.bodies import send_body
-from slipstream.serving.client import EngineBusy
 from slipstream.serving.vllm.engine import VllmEngine
 from slipstream.transport.codec import decode_request, encode_completion
 from slipstream.transport.threads import off_loop

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.errors import EngineError, EngineUnavailable
-from slipstream.serving.client import EngineBusy
+from slipstream.errors import EngineBusy, EngineError, EngineUnavailable
 from slipstream.serving.vllm import calls
 from slipstream.serving.vllm.api import Api, LoadFailed
 from slipstream.serving.vllm.canary import Verdict, compare

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from slipstream.errors import EngineError, EngineUnavailable, RequestError
-from slipstream.serving.client import EngineBusy
+from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, RequestError
 from slipstream.serving.vllm import engine as engine_module
 from slipstream.serving.vllm.api import Api
 from slipstream.serving.vllm.engine import UpdateRefused
