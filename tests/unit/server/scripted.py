@@ -41,6 +41,8 @@ class ScriptedEngine:
         self.steps = 0
         self.failures: list[Exception] = []
         """What the next steps raise."""
+        self.on_ready: Callable[[], None] = lambda: None
+        self.idle_s: float | None = None
         self.tokens_prefilled = self.tokens_cached = self.preemptions = self.kv_age_max = 0
         self.expert_load = np.zeros((2, 4), np.int64)
 
