@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
 from slipstream.config.wide import WideConfig
+from slipstream.config.tiers import TiersConfig
 
 
 class EngineConfig(Section):
@@ -37,12 +38,17 @@ class EngineConfig(Section):
     """Record which experts each token used, for router replay."""
     on_update: Literal["keep", "recompute", "abort"] = "keep"
     """What a weight update does to running sequences: keep their KV, recompute it under the new weights, or abort them."""
+    max_kv_age: int | None = Field(default=None, ge=0)
+    """Most policy versions between the live one and one that wrote KV in use; older blocks are forgotten, and running sequences that
+    hold one are recomputed. None: no bound (a rollout keeps the KV of its prefix). on_update = "recompute" is the same as 0."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests beyond this many waiting ones are refused (HTTP 429)."""
     threads: int = Field(default=1, ge=1)
     """OpenMP threads of the process."""
     ep: WideConfig = WideConfig()
     """Engine processes that share the experts of one model."""
+    tiers: TiersConfig = TiersConfig()
+    """Where KV goes that the device has no room for."""
 
     @model_validator(mode="after")
     def _cross_checks(self):
@@ -50,6 +56,11 @@ class EngineConfig(Section):
             raise ValueError(
                 f"engine.max_step_tokens = {self.max_step_tokens} and engine.max_running = {self.max_running}: "
                 "a decode step needs one token for each running sequence, so max_step_tokens must be at least max_running"
+            )
+        if self.tiers.enabled and not self.prefix_cache:
+            raise ValueError(
+                "engine.prefix_cache = false and engine.tiers is set: blocks of the tiers are found through the prefix cache; "
+                "set engine.prefix_cache = true or leave the tiers out"
             )
         if self.port + self.replicas - 1 > 65535:
             raise ValueError(

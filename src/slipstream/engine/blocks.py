@@ -46,6 +46,7 @@ class Blocks:
     def __init__(self, cache: KvCache, spec: ModelSpec, arithmetic: str) -> None:
         """`arithmetic`: how the model multiplies, where the arrays do not show it (engine.dtype, scales)."""
         self._cache = cache
+        self.block_tokens = cache.block_tokens
         parts = [cache.parts(layer) for layer in range(spec.num_layers)]
         self._parts = [[_rows(part) for part in layer] for layer in parts]
         self._routing = cache.routing.reshape(cache.num_blocks, -1).view(np.uint8)
@@ -81,6 +82,10 @@ class Blocks:
             part[block] = raw[at:end]
             at = end
         self._write_tail(block, raw[at:])
+
+    def version(self, block: int) -> int:
+        """The policy version that wrote it."""
+        return int(self._cache.versions_N[block])
 
     def read_layer(self, layer: int, blocks: Sequence[int]) -> np.ndarray:
         """[N, layer_bytes[layer]]: one layer of these blocks, as it stands in their payloads."""

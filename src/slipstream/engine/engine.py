@@ -27,9 +27,10 @@ from slipstream.engine.fetch import BlockSource
 from slipstream.engine.kv import KvCache
 from slipstream.engine.runner import Runner
 from slipstream.engine.sampler import sample
-from slipstream.engine.scheduler import Plan, Scheduler
+from slipstream.engine.scheduler import ANY_VERSION, Plan, Scheduler
 from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.engine.stops import StopText
+from slipstream.engine.tiers.hierarchy import Tiers
 from slipstream.engine.weights import LiveWeights
 from slipstream.errors import ConfigError, EngineUnavailable, RequestError
 from slipstream.models.impl import Impl
@@ -90,6 +91,13 @@ class EmbeddedEngine:
         """Called from any thread when `has_work` may have become true by itself."""
         self._arrived = threading.Event()
         self._scheduler = Scheduler(self._table, self._cache, config.max_step_tokens, config.prefix_cache, self.sources, self._wake)
+        self._fingerprints: dict[int, str] = {}
+        """Of every version that was live."""
+        self.tiers = Tiers(config.tiers, self.blocks) if config.tiers.enabled else None
+        if self.tiers is not None and self._scheduler.prefix is not None:
+            self.sources.append(self.tiers)
+            self._scheduler.prefix.reclaimed = self.tiers.save
+        self._bound_age(version)
         self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts)
         self._random = np.random.default_rng(seed)
         self._by_id: dict[str, Sequence] = {}
@@ -299,10 +307,24 @@ class EmbeddedEngine:
         if self.config.on_update == "abort":
             begun = [s.id for s in self._by_id.values() if s.slot >= 0 or len(s.logprobs_N)]
             self.abort(begun)
-        elif self.config.on_update == "recompute":
-            self._scheduler.expire(range(number, number + 1))
+        self._bound_age(number)
         for sequence in self._scheduler.running:
             sequence.stamp(number, int(self._table.length_R[sequence.slot]) - sequence.prompt_tokens)
+
+    def _bound_age(self, number: int) -> None:
+        """Use no KV that is too old for version `number`, which is live now; on the device, in the tiers, or of a running sequence."""
+        fingerprint, known = self._weights.fingerprint, self._fingerprints.get(number)
+        if known not in (None, fingerprint):  # rolled back, and another policy has taken the number
+            self._scheduler.expire(range(-1, number))
+        self._fingerprints[number] = fingerprint
+        oldest = 0 if self.config.on_update == "recompute" else self.config.max_kv_age
+        if oldest is not None:
+            self._scheduler.expire(range(number - oldest, number + 1))
+        elif known not in (None, fingerprint):
+            self._scheduler.expire(ANY_VERSION)
+        if self.tiers is not None:
+            self.tiers.versions = self._scheduler.versions
+            self.tiers.weights[number] = bytes.fromhex(fingerprint)
 
     # ---- control and what it says about itself ----
 
@@ -312,6 +334,11 @@ class EmbeddedEngine:
 
     def resume(self) -> None:
         self._paused = False
+
+    def close(self) -> None:
+        """End the threads of the tiers; what they hold on disk stays. The engine takes no steps afterwards."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     def state(self) -> EngineState:
         prepared = self._weights.prepared

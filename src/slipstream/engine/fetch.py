@@ -145,12 +145,15 @@ class Fetches:
         while self.wants(sequence):
             source = self._sources[sequence.asked]
             sequence.asked += 1
-            count = min(source.find(sequence.request, keys), len(keys))
-            if count:
-                wanted = keys[:count]
+            try:
+                wanted = keys[: source.find(sequence.request, keys)]
+                fetch = source.start(sequence.request, wanted, self._wake) if wanted else None
+            except Exception as error:
+                log.error("a source of KV blocks failed and they are computed: %s", error, exc_info=error)
+                continue
+            if fetch is not None:
                 self._pool.share(prefix)
-                fetch = source.start(sequence.request, wanted, self._wake)
-                self._pending.append(Pending(sequence, source, fetch, wanted, prefix, self._pool.allocate(count), now))
+                self._pending.append(Pending(sequence, source, fetch, wanted, prefix, self._pool.allocate(len(wanted)), now))
                 return True
         return False
 

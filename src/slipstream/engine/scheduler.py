@@ -25,6 +25,8 @@ from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.serving.keys import extend_keys
 
+ANY_VERSION = range(-1, 1 << 31)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -57,7 +59,7 @@ class Scheduler:
         self.fetches: Fetches | None = None
         if self.prefix is not None:
             self.fetches = Fetches(self.pool, self.prefix, cache.versions_N, table.block_tokens, sources, wake)
-        self.versions = range(-1, 1 << 31)
+        self.versions = ANY_VERSION
         """Policy versions whose KV may be used."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []

@@ -99,6 +99,20 @@ def test_a_fetch_that_raises_costs_nothing_but_time(moe_folder, computed):
     assert same(finish(engine)["a"], computed[0])
 
 
+@pytest.mark.parametrize("verb", ["find", "start"])
+def test_a_source_that_raises_when_asked_is_passed_over(moe_folder, computed, monkeypatch, verb):
+    engine = make_engine(moe_folder)
+    source, second = with_source(engine, held=computed[1]), with_source(engine, held=computed[1], at_once=True)
+
+    def fail(*args):
+        raise OSError("gone")
+
+    monkeypatch.setattr(source, verb, fail)
+    start(engine)
+    done = finish(engine)["a"]
+    assert same(done, computed[0]) and len(second.fetches) == 1
+
+
 def test_a_late_fetch_is_given_up_and_what_had_arrived_is_used(moe_folder, computed):
     engine = make_engine(moe_folder)
     source = with_source(engine, held=computed[1], timeout_s=0.05)
