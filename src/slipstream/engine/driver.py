@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -88,6 +88,9 @@ class SteppedEngine(Protocol):
     def kv_age_max(self) -> int: ...
     @property
     def expert_load(self) -> np.ndarray: ...
+    def block_values(self) -> Mapping[str, float]:
+        """Metrics of where KV came from and where it went."""
+        ...
 
 
 Event = tuple[Sequence[int], Sequence[float]] | Completion | Exception

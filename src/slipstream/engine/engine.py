@@ -23,7 +23,7 @@ import torch
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config.serve import EngineConfig
 from slipstream.engine.blocks import Blocks
-from slipstream.engine.fetch import BlockSource
+from slipstream.engine.fetch import ENDINGS, BlockSource
 from slipstream.engine.kv import KvCache
 from slipstream.engine.runner import Runner
 from slipstream.engine.sampler import sample
@@ -362,6 +362,15 @@ class EmbeddedEngine:
     def tokens_cached(self) -> int:
         """Prompt tokens whose KV came from the prefix cache."""
         return self._scheduler.tokens_cached
+
+    def block_values(self) -> dict[str, float]:
+        """Metrics of where KV came from and where it went."""
+        scheduler = self._scheduler
+        values = {f"engine/tiers/{name}/hit_tokens": float(scheduler.hit_tokens[name]) for name in ("device", "peer")}
+        if scheduler.fetches is not None:
+            values["engine/time/fetch_s"] = scheduler.fetches.seconds
+            values |= {f"engine/fetches/{how}": float(scheduler.fetches.ended[how]) for how in ENDINGS}
+        return values | (self.tiers.values() if self.tiers is not None else {})
 
     @property
     def preemptions(self) -> int:

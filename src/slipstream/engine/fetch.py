@@ -30,6 +30,10 @@ from slipstream.types import GenerateRequest
 log = logging.getLogger(__name__)
 
 
+ENDINGS = ("whole", "part", "failed", "late", "dropped")
+"""How a fetch can end: all blocks came; some; none; some or none within the deadline; nobody wanted it any more."""
+
+
 class Fetch(Protocol):
     """Blocks under way, one for each key of `BlockSource.start`. The engine's thread calls; only the loading is done elsewhere."""
 
@@ -105,7 +109,7 @@ class Fetches:
         self._wake = wake
         self._pending: list[Pending] = []
         self.ended: Counter[str] = Counter()
-        """Fetches by how they ended: whole, part, late, failed, dropped."""
+        """Fetches by how they ended: `ENDINGS`."""
         self.seconds = 0.0
         """Spent in fetches that were not dropped."""
 

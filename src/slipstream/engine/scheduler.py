@@ -11,7 +11,7 @@ Knows nothing of the model, of sampling or of why a sequence ends. Shape suffixe
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
@@ -65,6 +65,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.tokens_cached = 0
+        self.hit_tokens: Counter[str] = Counter()
+        """`Completion.cached_by_tier` of everything that was admitted."""
         self._cache = cache
         self._max_step_tokens = max_step_tokens
         self._at: dict[int, Sequence] = {}
@@ -215,6 +217,7 @@ class Scheduler:
         sequence.stamp(version, len(sequence.logprobs_N))
         if not sequence.admitted_s:
             sequence.admitted_s, sequence.cached_tokens = now, cached
+            self.hit_tokens.update(sequence.cached_by_tier)
         sequence.asked = 0
         self.tokens_cached += cached
         self.running = [*self.running, sequence]

@@ -97,6 +97,9 @@ class ScriptedEngine:
             raise EngineError(f"commit({number}): not prepared")
         self.live, self.prepared = self.prepared, None
 
+    def block_values(self) -> dict[str, float]:
+        return {"engine/tiers/ram/hit_tokens": 3.0, "engine/tiers/ram/used_mib": 2.0}
+
     def pause(self) -> None:
         self.paused = True
 

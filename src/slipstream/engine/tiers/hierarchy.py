@@ -15,6 +15,7 @@ Called by the engine's thread; the two threads touch the index under `_lock` and
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -51,8 +52,9 @@ class Tiers:
         self.versions = range(-1, 1 << 31)
         """Whose KV may be used: see `Scheduler.versions`."""
         self.counts: Counter[str] = Counter()
-        """By metric key below engine/tiers: see `values`."""
+        """See `values`."""
         self._config, self._blocks = config, blocks
+        self._claim: int | None = None
         self._min_blocks = -(-config.min_tokens // blocks.block_tokens)
         self._stores = dict(stores) if stores is not None else self._open_folders()
         sizes = {RAM: config.ram_mib, DISK: config.disk_mib, SHARED: config.shared_mib}
@@ -97,7 +99,9 @@ class Tiers:
                 tier.put(key, place)
                 self.counts["ram/written_bytes"] += payload.nbytes
                 while tier.over:
-                    self._down(*tier.evict())
+                    old, old_place = tier.oldest()
+                    tier.evict(old)
+                    self._down(old, old_place)
             elif self._lower_has(key, place):
                 self._touch(self._first_store, key)
             elif self._has_queue_room():
@@ -132,10 +136,8 @@ class Tiers:
                     place = self.tiers[name].get(key)
                     assert place is not None
                     work.items.append((i, key, name, place))
-                elif key in self._ram:
-                    fetch.deliver(i, self._ram[key], RAM)
                 else:
-                    fetch.deliver(i, self._queue[key][1], RAM)
+                    fetch.deliver(i, self._in_ram(key), RAM)
                 self._touch(name, key)
             if work.items:
                 self._wanted.append(work)
@@ -145,14 +147,21 @@ class Tiers:
         return fetch
 
     def values(self) -> dict[str, float]:
-        """Metrics: engine/tiers/... without that prefix."""
+        """Metrics."""
         with self._lock:
-            values = {"queue_mib": len(self._queue) * self._blocks.block_bytes / MIB, "dropped": float(self.counts["dropped"])}
+            counts, mib = self.counts, self._blocks.block_bytes / MIB
+            values = {"engine/tiers/queue_mib": len(self._queue) * mib, "engine/tiers/dropped": float(counts["dropped"])}
             for name, tier in self.tiers.items():
-                on = name not in self.health or self.health[name].ok
-                values |= {f"{name}/used_mib": tier.used_bytes / MIB, f"{name}/evicted": float(tier.evicted), f"{name}/on": float(on)}
-                values |= {f"{name}/{key}": float(self.counts[f"{name}/{key}"]) for key in ("hit_tokens", "miss_tokens", "damaged")}
-                values |= {f"{name}/{key}_mib": self.counts[f"{name}/{key}_bytes"] / MIB for key in ("read", "written")}
+                values |= {
+                    f"engine/tiers/{name}/hit_tokens": float(counts[f"{name}/hit_tokens"]),
+                    f"engine/tiers/{name}/miss_tokens": float(counts[f"{name}/miss_tokens"]),
+                    f"engine/tiers/{name}/read_mib": counts[f"{name}/read_bytes"] / MIB,
+                    f"engine/tiers/{name}/written_mib": counts[f"{name}/written_bytes"] / MIB,
+                    f"engine/tiers/{name}/used_mib": tier.used_bytes / MIB,
+                    f"engine/tiers/{name}/evicted": float(tier.evicted),
+                    f"engine/tiers/{name}/damaged": float(counts[f"{name}/damaged"]),
+                    f"engine/tiers/{name}/on": float(name not in self.health or self.health[name].ok),
+                }
         return values
 
     def close(self) -> None:
@@ -164,6 +173,9 @@ class Tiers:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(CLOSE_S)
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything queued is written; for tests and benchmarks."""
@@ -190,6 +202,11 @@ class Tiers:
             if place is not None and self._is_ours(place) and (name == RAM or self.health[name].may_try()):
                 return name
         return None
+
+    def _in_ram(self, key: bytes) -> np.ndarray:
+        """The payload of a key that `_where` has found here."""
+        place, payload = self._queue.get(key, (None, None))
+        return payload if payload is not None and place is not None and self._is_ours(place) else self._ram[key]
 
     def _is_ours(self, place: Place) -> bool:
         weights = self.weights.get(place.version)
@@ -284,20 +301,20 @@ class Tiers:
             store.remove(key, old)
 
     def _make_room(self, name: str) -> None:
-        """Take blocks from a full tier until one more fits. Raises OSError."""
+        """Take blocks from a full tier until one more fits; they are found here until they lie in the next. Raises OSError."""
         tier, store = self.tiers[name], self._stores[name]
         while True:
             with self._lock:
                 if len(tier) < tier.capacity:
                     return
                 own = next((key for key in self._written if tier.get(key) is not None), None) if name == SHARED else None
-                evicted, place = tier.evict(own)
-                if own is not None:
-                    del self._written[own]
-            key = key_of(evicted)
+                victim, place = tier.oldest(own)
             if name == DISK and SHARED in self._stores and self._is_ours(place):
-                self._demote(key, place)
-            store.remove(key, place)
+                self._demote(key_of(victim), place)
+            with self._lock:
+                tier.evict(victim)
+                self._written.pop(victim, None)
+            store.remove(key_of(victim), place)
 
     def _demote(self, key: bytes, place: Place) -> None:
         """From the disk to the shared folder."""
@@ -327,10 +344,21 @@ class Tiers:
                 break
             payload = self._load(name, key, place)
             if payload is None:
+                payload, name = self._find_again(key)
+            if payload is None:
                 work.fetch.limit = i
                 break
             work.fetch.deliver(i, payload, name)
         work.fetch.finish()
+
+    def _find_again(self, key: bytes) -> tuple[np.ndarray | None, str]:
+        """A block that was not where it should be: it may have moved to another tier since."""
+        with self._lock:
+            name = self._where(key)
+            if name == RAM:
+                return self._in_ram(key), RAM
+            place = self.tiers[name].get(key) if name is not None else None
+        return (self._load(name, key, place), name) if name is not None and place is not None else (None, "")
 
     def _load(self, name: str, key: bytes, place: Place) -> np.ndarray | None:
         try:
@@ -346,7 +374,8 @@ class Tiers:
     def _note_bad(self, name: str, key: bytes, place: Place, error: Exception) -> None:
         """Forget a block that cannot be read, and remove it so that it can be written again."""
         with self._lock:
-            self.tiers[name].drop(key, place)
+            if self.tiers[name].get(key) == place:
+                self.tiers[name].drop(key)
             if not isinstance(error, FileNotFoundError):
                 self.counts[f"{name}/damaged"] += 1
         if isinstance(error, FileNotFoundError):

@@ -54,15 +54,19 @@ class Tier:
         self._places[key] = place
         self._places.move_to_end(key)
 
-    def drop(self, key: bytes, place: Place | None = None) -> None:
-        """Forget it, if `place` is still what it has."""
-        if place is None or self._places.get(key) == place:
-            self._places.pop(key, None)
+    def drop(self, key: bytes) -> None:
+        """Forget it."""
+        self._places.pop(key, None)
 
-    def evict(self, key: bytes | None = None) -> tuple[bytes, Place]:
-        """Forget this one (None: the least recently used one)."""
-        self.evicted += 1
-        return (key, self._places.pop(key)) if key is not None else self._places.popitem(last=False)
+    def oldest(self, key: bytes | None = None) -> tuple[bytes, Place]:
+        """The least recently used one, or this one, with its place."""
+        name = next(iter(self._places)) if key is None else key
+        return name, self._places[name]
+
+    def evict(self, key: bytes) -> None:
+        """Give it up for want of room."""
+        self.evicted += key in self._places
+        self.drop(key)
 
     def merge(self, found: Mapping[bytes, Place]) -> None:
         """What a look at the store has found: others' new blocks count as least recently used, and what is gone is forgotten.
