@@ -33,7 +33,7 @@ from slipstream.engine.engine import EmbeddedEngine
 from slipstream.models.maker import make_model
 from slipstream.types import Completion, GenerateRequest, Sampling
 
-BLOCK_TOKENS, NEW_TOKENS, REPLY = 16, 17, 8
+BLOCK_TOKENS, NEW_TOKENS, REPLY = 16, 16, 8
 PATHS = ("ram", "disk", "shared")
 TARGETS = {"ram": 0.1, "disk": 0.25}
 COLUMNS = ("what", "path", "ttft_s", "computed_s", "ratio", "cached_tokens", "mib", "tokens_per_s", "hit_rate", "by_tier")
@@ -49,7 +49,7 @@ def main() -> None:
     rounds, prefix, preset = (1, 512, "tiny-moe") if args.quick else (args.rounds, args.prefix, "small-moe")
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
         folder = Path(scratch)
-        make_model(folder / "model", preset, repository_texts(), seed=0, split="words", max_position_embeddings=2 * prefix)
+        make_model(folder / "model", preset, repository_texts(), seed=0, split="words", max_position_embeddings=max(2 * prefix, 4096))
         runs, answers, identical = measure_prefix(folder, prefix, rounds)
         trace, played = measure_trace(folder, 4 if args.quick else 16, 3 if args.quick else 6, min(rounds, 2))
     ratios = {run["path"]: run["ratio"] for run in runs}
@@ -191,12 +191,9 @@ def measure_trace(folder: Path, sessions: int, turns: int, rounds: int) -> tuple
                     "by_tier": {tier: round(tokens / prompt_tokens, 3) for tier, tokens in by_tier.items()},
                     "values": one.block_values(),
                 }
-    pairs = zip(*played.values(), strict=True)
-    agree = [np.array_equal(a.tokens_N, b.tokens_N) for a, b in pairs] if rounds == 1 else None
+    agree = float(np.mean([np.array_equal(a.tokens_N, b.tokens_N) for a, b in zip(*played.values(), strict=True)]))
     for kind, row in rows.items():
-        row |= {"tokens_per_s": median(speeds[kind]), "all_tokens_per_s": speeds[kind]}
-        if agree is not None:
-            row["same_tokens"] = float(np.mean(agree))
+        row |= {"tokens_per_s": median(speeds[kind]), "all_tokens_per_s": speeds[kind], "same_tokens": agree}
     return [*rows.values()], [answer for answers in played.values() for answer in answers]
 
 
