@@ -51,7 +51,7 @@ def main() -> None:
         folder = Path(scratch)
         make_model(folder / "model", preset, repository_texts(), seed=0, split="words", max_position_embeddings=max(2 * prefix, 4096))
         runs, answers, identical = measure_prefix(folder, prefix, rounds)
-        trace, played = measure_trace(folder, 4 if args.quick else 16, 3 if args.quick else 6, min(rounds, 2))
+        trace, played = measure_trace(folder, 4 if args.quick else 16, 3 if args.quick else 6, max(1, rounds // 2))
     ratios = {run["path"]: run["ratio"] for run in runs}
     headline = {f"{path}_ratio": round(ratios[path], 4) for path in PATHS}
     headline |= {"identical": identical, "replay_coverage": coverage([*answers, *played])}
@@ -114,7 +114,9 @@ def measure_prefix(folder: Path, prefix: int, rounds: int) -> tuple[list[dict[st
 
 def engine(folder: Path, prefix: int, tiers: dict[str, Any], kv_mib: int | None = None, **options: Any) -> EmbeddedEngine:
     kv_mib = kv_mib if kv_mib is not None else prefix * 6 // 1024 + 16
-    config = EngineConfig(block_tokens=BLOCK_TOKENS, kv_memory_mib=kv_mib, tiers=TiersConfig(queue_mib=1024, **tiers), **options)
+    config = EngineConfig(
+        block_tokens=BLOCK_TOKENS, kv_memory_mib=kv_mib, tiers=TiersConfig(queue_mib=1024, fetch_timeout_s=120, **tiers), **options
+    )
     return EmbeddedEngine(folder / "model", config, seq_len=prefix + 256)
 
 

@@ -149,14 +149,23 @@ class Scheduler:
         self.pool.check_integrity(chain((sequence.blocks for sequence in self.running), fetching))
 
     def _fetch(self, fetches: Fetches, now: float) -> None:
-        """Take in what sources have brought, and ask them for the sequences that are next in the queue."""
+        """Take in what sources have brought, and ask them for the sequences that are next in the queue; some answer at once."""
         self.waiting.extendleft(reversed(fetches.collect(now, self.versions)))
+        while self._ask(fetches, now):
+            self.waiting.extendleft(reversed(fetches.collect(now, self.versions)))
+
+    def _ask(self, fetches: Fetches, now: float) -> bool:
+        """Whether a sequence has left the queue to wait for blocks."""
         room = self.table.free - len(fetches)
-        for sequence in [s for s in islice(self.waiting, max(0, room)) if fetches.wants(s)]:
+        asked = [sequence for sequence in islice(self.waiting, max(0, room)) if fetches.wants(sequence)]
+        begun = False
+        for sequence in asked:
             hit = self._match(sequence)
             keys = sequence.keys[len(hit) : self._whole_blocks(sequence)]
             if self._has_room(sequence, hit) and fetches.begin(sequence, hit, keys, now):
                 self.waiting.remove(sequence)
+                begun = True
+        return begun
 
     def _missing(self, sequence: Sequence) -> int:
         return int(self.table.length_R[sequence.slot] - self.table.context_R[sequence.slot])
