@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks import _json_task, _sft_peers, _step_ceiling, parity_families, rl_vs_trl, trainer
+from benchmarks import _json_task, _sft_peers, _step_ceiling, kv_tiers, parity_families, rl_vs_trl, trainer
 from benchmarks._ceilings import training_products
 from benchmarks._process import PeerError
 from benchmarks._runs import run_config
@@ -180,3 +180,10 @@ def test_the_ceiling_is_the_flops_of_the_step_by_its_seconds_and_the_best_rate(m
     assert 1024 < tokens <= 2048 and peak["gflops"] == 1.0 and len(peak["ceilings"]) == 8
     assert step["frac"] == pytest.approx(step["gflops"]) and step["frac_of_shapes"] == pytest.approx(2 * step["frac"])
     assert 1.0 < step["gflops"] * 2e9 / (6 * active * tokens) < 1.5  # attention comes on top
+
+
+def test_every_tier_gives_what_computing_gives_and_the_whole_prefix(tmp_path):
+    make(tmp_path / "model", "tiny-moe", ["calculator"], seed=0)
+    runs, answers, identical = kv_tiers.measure_prefix(tmp_path, 64, rounds=1)
+    assert identical and kv_tiers.coverage(answers) == 1.0
+    assert {run["path"]: run["cached_tokens"] for run in runs}.items() >= dict.fromkeys(kv_tiers.PATHS, 64).items()
