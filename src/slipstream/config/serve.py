@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
-from slipstream.config.wide import WideConfig
 from slipstream.config.tiers import TiersConfig
+from slipstream.config.wide import WideConfig
 
 
 class EngineConfig(Section):

@@ -324,7 +324,8 @@ class EmbeddedEngine:
             self._scheduler.expire(ANY_VERSION)
         if self.tiers is not None:
             self.tiers.versions = self._scheduler.versions
-            self.tiers.weights[number] = bytes.fromhex(fingerprint)
+            if fingerprint:
+                self.tiers.weights[number] = bytes.fromhex(fingerprint)
 
     # ---- control and what it says about itself ----
 
