@@ -51,7 +51,7 @@ def main() -> None:
         folder = Path(scratch)
         make_model(folder / "model", preset, repository_texts(), seed=0, split="words", max_position_embeddings=max(2 * prefix, 4096))
         runs, answers, identical = measure_prefix(folder, prefix, rounds)
-        trace, played = measure_trace(folder, 4 if args.quick else 16, 3 if args.quick else 6, max(1, rounds // 2))
+        trace, played = measure_trace(folder, 4 if args.quick else 12, 3 if args.quick else 5, max(1, rounds // 2))
     ratios = {run["path"]: run["ratio"] for run in runs}
     headline = {f"{path}_ratio": round(ratios[path], 4) for path in PATHS}
     headline |= {"identical": identical, "replay_coverage": coverage([*answers, *played])}
