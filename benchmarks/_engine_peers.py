@@ -1,14 +1,14 @@
 """One generation engine in its own process, driven over stdin and stdout: what `benchmarks.engine` compares.
 
-    python -m benchmarks._engine_peers slipstream|transformers|vllm FOLDER FLOAT_TYPE
+    python -m benchmarks._engine_peers slipstream|transformers|vllm|llama.cpp FOLDER FLOAT_TYPE
 
 Says {"ready": ...} when the model is loaded, then answers each line {"prompts": [[id, ...], ...], "lengths": [n, ...], "concurrency": c}
 with {"seconds": s, "cpu_s": s, "tokens": n, "cached": n}. All requests sample at temperature 1 from the whole vocabulary and run to their
 own length.
 
-slipstream and vLLM are driven alike: `concurrency` requests in flight, and the next one enters when one ends. transformers has no such
-door: it takes the requests in batches of `concurrency`, left-padded, and each batch runs to its longest request; only the wanted tokens
-of each count. Every engine is imported inside its own class, because the environments differ.
+slipstream, vLLM and llama.cpp are driven alike: `concurrency` requests in flight, and the next one enters when one ends. transformers has
+no such door: it takes the requests in batches of `concurrency`, left-padded, and each batch runs to its longest request; only the wanted
+tokens of each count. Every engine is imported inside its own class, because the environments differ.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import sys
 import time
 from typing import Any, Protocol, TextIO
 
-MAX_LEN = 512
+MAX_LEN = 1152
 """Longest prompt and output together, in tokens."""
 MAX_RUNNING = 128
-KV_MIB = 384
-"""Room for MAX_RUNNING requests of average length several times over, for the models of this benchmark."""
+KV_MIB = 1024
+"""Room for MAX_RUNNING requests of MAX_LEN, for the models of this benchmark."""
+LLAMA_BATCH = 2048
+"""Tokens of one `llama_decode`, its default."""
 
 
 class Peer(Protocol):
@@ -164,7 +166,92 @@ class Vllm:
         self.llm.llm_engine.add_request(str(self.names), TokensPrompt(prompt_token_ids=prompt), self._sampling(length))
 
 
-PEERS = {"slipstream": Slipstream, "transformers": Transformers, "vllm": Vllm}
+class LlamaCpp:
+    """llama.cpp through its C interface: continuous batching over `llama_decode`, one KV stream a sequence, its own sampler.
+
+    A step decodes one token for each running sequence; prompts that have entered are processed before it, by themselves, because
+    llama.cpp cuts a batch of mixed lengths into pieces anyway. The context is made for each concurrency: unused sequences cost time.
+    """
+
+    def __init__(self, folder: str, dtype: str) -> None:
+        import pathlib
+
+        import llama_cpp  # pyright: ignore[reportMissingImports]
+
+        from benchmarks._gguf import convert
+
+        self.api: Any = llama_cpp
+        file = pathlib.Path(folder) / f"{dtype}.gguf"
+        if not file.exists():
+            convert(pathlib.Path(folder), file, dtype)
+        llama_cpp.llama_backend_init()
+        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        self.batch = llama_cpp.llama_batch_init(LLAMA_BATCH, 0, 1)
+        self.sampler = llama_cpp.llama_sampler_init_dist(0)
+        self.context, self.streams = None, 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"version": self.api.__version__, "threads": 1, "logprobs": False, "kv": "float16"}
+
+    def run(self, prompts: list[list[int]], lengths: list[int], concurrency: int) -> dict[str, Any]:
+        self._prepare(concurrency)
+        started = time.perf_counter()
+        todo, free, tokens = list(zip(prompts, lengths, strict=True))[::-1], list(range(concurrency)), 0
+        running: dict[int, list[int]] = {}
+        """By stream: [last token, its position, tokens still to sample]."""
+        while todo or running:
+            entered = [(free.pop(), *todo.pop()) for _ in range(min(len(free), len(todo)))]
+            for stream, token, position, left in self._prefill(entered):
+                running[stream] = [token, position, left]
+                tokens += 1
+            done = [stream for stream, (_, _, left) in running.items() if left == 0]
+            for stream in done:
+                del running[stream]
+                self.api.llama_memory_seq_rm(self.memory, stream, -1, -1)
+                free.append(stream)
+            if not done and running:
+                self._decode([(stream, token, position, True) for stream, (token, position, _) in running.items()])
+                for row, state in enumerate(running.values()):
+                    state[:] = self.api.llama_sampler_sample(self.sampler, self.context, row), state[1] + 1, state[2] - 1
+                tokens += len(running)
+        return {"seconds": time.perf_counter() - started, "tokens": tokens, "cached": 0}
+
+    def _prepare(self, concurrency: int) -> None:
+        if self.streams != concurrency:
+            if self.context is not None:
+                self.api.llama_free(self.context)
+            options = self.api.llama_context_default_params()
+            options.n_ctx, options.n_seq_max, options.kv_unified = MAX_LEN * concurrency, concurrency, False
+            options.n_batch, options.n_threads, options.n_threads_batch = LLAMA_BATCH, 1, 1
+            self.context, self.streams = self.api.llama_init_from_model(self.model, options), concurrency
+        self.memory = self.api.llama_get_memory(self.context)
+
+    def _prefill(self, entered: list[tuple[int, list[int], int]]) -> list[tuple[int, int, int, int]]:
+        """Prompts in as few batches as they fit in. (stream, first sampled token, its position, tokens still to sample) of each."""
+        started: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, int, int, bool]] = []
+        ends: list[tuple[int, int, int, int]] = []
+        for number, (stream, prompt, length) in enumerate(entered):
+            rows += [(stream, token, i, i + 1 == len(prompt)) for i, token in enumerate(prompt)]
+            ends.append((len(rows) - 1, stream, len(prompt), length - 1))
+            if number + 1 == len(entered) or len(rows) + len(entered[number + 1][1]) > LLAMA_BATCH:
+                self._decode(rows)
+                for row, stream_, position, left in ends:
+                    started.append((stream_, self.api.llama_sampler_sample(self.sampler, self.context, row), position, left))
+                rows, ends = [], []
+        return started
+
+    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        batch = self.batch
+        for i, (stream, token, position, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+            batch.seq_id[i][0] = stream
+        batch.n_tokens = len(rows)
+        code = self.api.llama_decode(self.context, batch)
+        assert code == 0, f"llama_decode: {code}"
+
+
+PEERS = {"slipstream": Slipstream, "transformers": Transformers, "vllm": Vllm, "llama.cpp": LlamaCpp}
 
 
 def main(name: str, folder: str, dtype: str) -> None:

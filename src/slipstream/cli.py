@@ -338,6 +338,22 @@ def engine(
     raise typer.Exit(serve_folder(model, config, seq_len, impl))
 
 
+@command("slipstream gateway runs/quickstart --port 8100")
+@role
+def gateway(
+    targets: Annotated[list[str], typer.Argument(help="A run folder, or the URLs of running engines", show_default=False)],
+    model: Annotated[Path | None, typer.Option(help="Model folder of the engines, with URLs", show_default=False)] = None,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one")] = 0,
+    host: Annotated[str, typer.Option(help="Address to bind")] = "127.0.0.1",
+    sets: Annotated[list[str], typer.Option("--set", "-s", help="Override a [gateway] key: --set idle_s=600", show_default=False)] = [],  # noqa: B006
+) -> None:
+    """One address for agents in front of running engines: OpenAI's and Anthropic's APIs, each session recorded as tokens."""
+    from slipstream.config.gateway import GatewayConfig
+    from slipstream.serving.gateway.server import serve
+
+    raise typer.Exit(serve(targets, model, load(GatewayConfig, (), [f"host={host}", f"port={port}", *sets])))
+
+
 @command("slipstream trainer runs/quickstart")
 @role
 def trainer(run: RunFolder) -> None:

@@ -7,6 +7,7 @@
     ├── EngineError        the engine refused or failed a request (an infrastructure failure, never a reward of 0)
     │   ├── RequestError   the request itself is wrong (HTTP 4xx): repeating it cannot help
     │   └── EngineUnavailable  nobody answered, or the engine is going down: repeating it may help
+    │       └── EngineBusy     it is alive and has no room now
     ├── EnvError           an environment raised, or broke its contract
     │   └── RewardError    its reward function raised, hung, or returned something that is not a finite number
     ├── TrainerError       training cannot go on (non-finite loss too often, no batch within the deadline)
@@ -45,6 +46,10 @@ class RequestError(EngineError):
 
 class EngineUnavailable(EngineError):
     """Nobody answered, or the engine is shutting down: another replica or a later try may succeed."""
+
+
+class EngineBusy(EngineUnavailable):
+    """The engine is alive and its queue is full, or a request with this id is still running (HTTP 429)."""
 
 
 class EnvError(SlipstreamError):

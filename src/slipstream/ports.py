@@ -5,10 +5,26 @@ All methods are coroutines that the caller bounds with a deadline; cancelling on
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
 
-from slipstream.types import Batch, Completion, EngineState, GenerateRequest, PolicyVersion, Rollout, StepReport, Task
+from slipstream.types import (
+    Batch,
+    ChatMessage,
+    Completion,
+    EngineState,
+    GenerateRequest,
+    PolicyVersion,
+    Rollout,
+    Sampling,
+    StepReport,
+    Task,
+    TokenPiece,
+    Turn,
+)
+
+Hear = Callable[[TokenPiece], None]
+"""Called with the tokens of a completion as they are sampled."""
 
 
 class Engine(Protocol):
@@ -39,6 +55,20 @@ class Engine(Protocol):
     async def state(self) -> EngineState: ...
 
 
+class StreamingEngine(Protocol):
+    """An engine that lets its caller hear tokens as they are sampled."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine."""
+        ...
+
+    async def stream(self, request: GenerateRequest, hear: Hear) -> Completion:
+        """As `generate`, calling `hear` on the way. The completion is whole: its first tokens are those that were heard, in order, and
+        the last of them (those with which it ended) are in it alone.
+        """
+        ...
+
+
 class Policy(Protocol):
     """What an environment sees of the engine during one rollout: chat in, message out.
 
@@ -53,6 +83,34 @@ class Policy(Protocol):
         `tool_calls` (each with id and function {name, arguments: JSON text}) where the model called tools.
         Raises TruncatedError (slipstream.envs.base) when no token or turn budget is left.
         """
+        ...
+
+
+class AgentSession(Protocol):
+    """One rollout of an agent that calls the policy over HTTP: where it calls, and what was recorded of it."""
+
+    base_url: str
+    """For OpenAI's clients; Anthropic's add the '/v1' themselves and take it without."""
+    api_key: str
+    model: str
+    truncated: bool
+    messages: list[ChatMessage]
+
+    @property
+    def turns(self) -> Sequence[Turn]: ...
+    @property
+    def failure(self) -> Exception | None: ...
+
+
+class Gateway(Protocol):
+    """Where agents call the policy; each session is a rollout."""
+
+    def open(self, session_id: str, salt: int, sampling: Sampling, limits: Any) -> AgentSession:
+        """A session under these limits (`slipstream.chat.recording.Limits`). Raises StateError: the id was used before."""
+        ...
+
+    def end(self, session_id: str) -> None:
+        """Abort what is on its way and refuse what comes. Idempotent."""
         ...
 
 

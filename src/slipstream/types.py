@@ -120,6 +120,16 @@ class Completion:
     timings: Timings = Timings()
 
 
+@dataclass(frozen=True, slots=True)
+class TokenPiece:
+    """Tokens of a completion that is still being sampled."""
+
+    tokens_N: IntArray
+    logprobs_N: FloatArray
+    version: int
+    """Policy version that sampled them."""
+
+
 class Outcome(StrEnum):
     """How a rollout ended. Only `completed` and `truncated` carry a reward."""
 

@@ -8,7 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks import _json_task, _sft_peers, _step_ceiling, kv_tiers, parity_families, rl_vs_trl, trainer
+from benchmarks import (
+    _gguf,
+    _json_task,
+    _router_engine,
+    _router_sim,
+    _router_trace,
+    _sft_peers,
+    _step_ceiling,
+    engine,
+    kv_tiers,
+    parity_families,
+    rl_vs_trl,
+    router,
+    speculation,
+    trainer,
+)
 from benchmarks._ceilings import training_products
 from benchmarks._process import PeerError
 from benchmarks._runs import run_config
@@ -74,6 +89,21 @@ def test_the_parity_figures_see_an_engine_with_other_weights(tmp_path, monkeypat
     row = parity_families.shape_row("minimax_m2", seeds=1)
     assert row["decode_diff"] > 1e-3 and row["round_trip"] and row["logit_diff"] < 1e-5
     assert not parity_families.headline([{**row, "decode": False}])["decode"]
+
+
+def test_the_simulated_pool_plays_every_turn_and_is_a_function_of_its_seed():
+    shape = _router_trace.TraceShape(sessions=8, group=4, groups_a_burst=1, turns=(2, 4))
+    costs = _router_engine.Costs(kv_tokens=32 * 1024)
+
+    def play(policy: str):
+        sessions = _router_trace.make_trace(shape, 1, costs.seq_len - 64)
+        simulation = _router_sim.Simulation(sessions, 2, costs, router.POLICIES[policy])
+        found = {key: value for key, value in simulation.run().items() if key != "decision_us"}
+        assert found["requests"] == sum(session.turns for session in sessions) and simulation.left == 0
+        return found
+
+    assert play("kv_aware") == play("kv_aware")
+    assert play("kv_aware")["hit_rate"] > play("round_robin_each")["hit_rate"] > 0
 
 
 class FakePeer:
@@ -187,3 +217,33 @@ def test_every_tier_gives_what_computing_gives_and_the_whole_prefix(tmp_path):
     runs, answers, identical = kv_tiers.measure_prefix(tmp_path, 64, rounds=1)
     assert identical and kv_tiers.coverage(answers) == 1.0
     assert {run["path"]: run["cached_tokens"] for run in runs}.items() >= dict.fromkeys(kv_tiers.PATHS, 64).items()
+
+
+def test_the_gguf_of_a_checkpoint_has_every_tensor_under_its_name_there(tmp_path):
+    make(tmp_path / "model", "tiny-moe", ["calculator"], seed=0)
+    tensors = {name: tensor.numpy() for name, tensor in hf.read_tensors(tmp_path / "model").items()}
+    config = {**PRESETS["tiny-moe"]}
+    renamed = _gguf._renamed(tensors, config)
+    assert sum(tensor.size for tensor in renamed.values()) == sum(tensor.size for tensor in tensors.values())
+    experts = renamed["blk.1.ffn_down_exps.weight"]
+    np.testing.assert_array_equal(experts[3], tensors["model.layers.1.mlp.experts.3.down_proj.weight"])
+    assert renamed["output_norm.weight"].ndim == 1 and "blk.3.ffn_gate_inp.weight" in renamed
+
+
+def test_requests_of_the_engine_benchmark_have_exact_prompts_and_the_same_lengths_in_every_round():
+    mix = engine.Mix(100, (16, 96))
+    prompts, lengths = mix.requests(64, 8, 1)
+    others, again = mix.requests(64, 8, 2)
+    assert {len(prompt) for prompt in prompts} == {64} and prompts != others and lengths == again
+    assert [engine.requests_of(1024, c, quick=False) for c in engine.REQUESTS] == [3, 8, 32, 128]
+    assert all(engine.requests_of(64, c, quick=True) >= c for c in engine.REQUESTS)
+    cells = {(64, 1): 3, (64, 8): 16, (1024, 8): 8}
+    assert engine.by_size(cells, dict.fromkeys(cells, 1.5)) == {"64": {"1": 1.5, "8": 1.5}, "1024": {"8": 1.5}}
+
+
+def test_the_speculation_benchmark_writes_its_transcripts_with_and_without_guesses(tmp_path):
+    make(tmp_path / "model", "tiny-moe", ["calculator"], seed=0)
+    rows = speculation.compare(tmp_path / "model", "float32", {"type": "prompt_lookup"}, [2], rounds=1)
+    by_kind = {row["text"]: row for row in rows}
+    assert by_kind.keys() == set(speculation.KINDS) and all(row["speedup"] > 0 for row in rows)
+    assert by_kind["repeating"]["tokens_per_step"] > 2 and by_kind["random"]["tokens_per_step"] < 1.1

@@ -15,7 +15,7 @@ class EnvConfig(Section):
     """One environment of the run."""
 
     id: str
-    """'reverse-text', 'constraints', 'calculator', or 'package.module:Class' for your own."""
+    """'reverse-text', 'constraints', 'calculator', 'calculator-agent', or 'package.module:Class' for your own."""
     name: str | None = None
     """Name in metrics and rollouts; the id when left out. Must be unique within the run."""
     args: dict[str, Any] = Field(default_factory=dict)

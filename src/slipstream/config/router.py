@@ -58,7 +58,7 @@ class RouterConfig(Section):
     breaker_open_s: float = Field(default=1.0, gt=0)
     """The first such while; each further one is twice as long, up to breaker_most_s. Then one request goes there, and decides."""
     breaker_most_s: float = Field(default=30.0, gt=0)
-    slow_factor: float = Field(default=4.0, gt=1)
+    slow_factor: float = Field(default=8.0, gt=1)
     """A replica that takes this many times the median replica's time for a token is kept out for a while like one that fails."""
     urls: tuple[str, ...] = ()
     """Engines that somebody else runs, like 'http://10.0.0.5:8000': `slipstream rl` then starts none."""

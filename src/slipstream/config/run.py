@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from slipstream.config.base import Section
 from slipstream.config.cluster import ClusterConfig
 from slipstream.config.envs import EnvConfig, EvalConfig
+from slipstream.config.gateway import GatewayConfig
 from slipstream.config.model import ModelConfig
 from slipstream.config.router import RouterConfig
 from slipstream.config.serve import EngineConfig
@@ -127,6 +128,7 @@ class RunConfig(Section):
     """End early, with a last evaluation and checkpoint, at the first step after this much time since the start or the latest `--resume`."""
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig()
     router: RouterConfig = RouterConfig()
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
+from slipstream.config.speculation import NoSpeculation, Speculation
 from slipstream.config.tiers import TiersConfig
 from slipstream.config.wide import WideConfig
 
@@ -41,6 +42,7 @@ class EngineConfig(Section):
     max_kv_age: int | None = Field(default=None, ge=0)
     """Most policy versions between the live one and one that wrote KV in use; older blocks are forgotten, and running sequences that
     hold one are recomputed. None: no bound (a rollout keeps the KV of its prefix). on_update = "recompute" is the same as 0."""
+    speculation: Speculation = NoSpeculation()
     max_waiting: int = Field(default=4096, ge=1)
     """Requests beyond this many waiting ones are refused (HTTP 429)."""
     threads: int = Field(default=1, ge=1)

@@ -12,18 +12,13 @@ import msgspec
 from aiohttp import web
 
 from slipstream.engine.driver import EngineDriver
-from slipstream.engine.http import Handler, json_response, read_json
+from slipstream.serving.api.http import ApiError, Handler, json_response, read_json
 from slipstream.types import PolicyVersion
 
-_UNAUTHORIZED = {
-    "error": {
-        "message": "this route needs the header 'Authorization: Bearer TOKEN' with the admin token, which a stand-alone engine prints "
-        "at its start and a run's engine writes to endpoints/engine-N.json",
-        "type": "authentication_error",
-        "param": None,
-        "code": None,
-    }
-}
+_UNAUTHORIZED = (
+    "this route needs the header 'Authorization: Bearer TOKEN' with the admin token, which a stand-alone engine prints at its start and a "
+    "run's engine writes to endpoints/engine-N.json"
+)
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -81,7 +76,7 @@ def admin_routes(driver: EngineDriver, token: str) -> list[web.RouteDef]:
         async def checked(request: web.Request) -> web.StreamResponse:
             sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not secrets.compare_digest(sent, f"Bearer {token}".encode()):
-                return json_response(_UNAUTHORIZED, 401)
+                raise ApiError(401, _UNAUTHORIZED, "authentication_error")
             return await handler(request)
 
         return checked

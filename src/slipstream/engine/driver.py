@@ -10,14 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from slipstream.errors import EngineUnavailable
-from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
+from slipstream.engine.speculation import SpeculationCounts
+from slipstream.errors import EngineBusy, EngineUnavailable
+from slipstream.ports import Hear
+from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, TokenPiece
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +33,6 @@ MERGE_GAP_S = 0.02
 TURNS_A_STEP = 3
 """Turns of the event loop between two steps: reading a request, starting its handler and answering are one turn each. With a single turn
 they would be a step apart, and every request would wait for two more steps."""
-
-
-class StepFailed(EngineUnavailable):
-    """A step in which the request took part raised; the engine goes on. Sent again it may succeed: another request may be the cause."""
 
 
 class StepResult(Protocol):
@@ -85,6 +83,8 @@ class SteppedEngine(Protocol):
     @property
     def preemptions(self) -> int: ...
     @property
+    def speculation(self) -> SpeculationCounts: ...
+    @property
     def kv_age_max(self) -> int: ...
     @property
     def expert_load(self) -> np.ndarray: ...
@@ -93,17 +93,13 @@ class SteppedEngine(Protocol):
         ...
 
 
-Event = tuple[Sequence[int], Sequence[float]] | Completion | Exception
-"""What a listener hears: new tokens with their logprobs, then a completion or why there is none."""
-
-
 class EngineDriver:
     """Owns one engine. `drive` must run as a task for anything to be answered."""
 
     def __init__(self, engine: SteppedEngine):
         self.engine = engine
         self._finish: dict[str, asyncio.Future[Completion]] = {}
-        self._listeners: dict[str, Callable[[Event], None]] = {}
+        self._listeners: dict[str, Hear] = {}
         self._work = asyncio.Event()
         self._live = engine.state().live_version
         self._preparing = asyncio.Lock()
@@ -140,24 +136,15 @@ class EngineDriver:
             if future.cancelled():
                 self._abandon(request.id)
 
-    @contextmanager
-    def listen(self, request: GenerateRequest, hear: Callable[[Event], None]):
-        """Add the request and call `hear` with each of its events while the block runs; leaving it early aborts the request."""
-        self._add(request)
-        done = False
-
-        def forward(event: Event) -> None:
-            nonlocal done
-            done = not isinstance(event, tuple)
-            hear(event)
-
-        self._listeners[request.id] = forward
+    async def stream(self, request: GenerateRequest, hear: Hear) -> Completion:
+        """As `generate`; `hear` gets the tokens of each step but the last, whose tokens come with the completion."""
+        if request.id not in self._finish:
+            self._listeners[request.id] = hear
         try:
-            yield
+            return await self.generate(request)
         finally:
-            del self._listeners[request.id]
-            if not done:
-                self._abandon(request.id)
+            if self._listeners.get(request.id) is hear:
+                del self._listeners[request.id]
 
     async def prepare(self, version: PolicyVersion) -> None:
         """Loads in a worker thread while decoding goes on; one at a time."""
@@ -226,7 +213,7 @@ class EngineDriver:
                 raise
             lost = self.engine.recover()
             log.error("a step failed (%d in a row); %d running requests are lost", self._failed_in_a_row, len(lost), exc_info=error)
-            self._refuse(lost, StepFailed(f"a step of the engine failed: {type(error).__name__}: {error}; send the request again"))
+            self._refuse(lost, EngineUnavailable(f"a step of the engine failed: {type(error).__name__}: {error}; send the request again"))
             return None
         self._failed_in_a_row = 0
         return result
@@ -234,15 +221,12 @@ class EngineDriver:
     def fail(self, error: Exception) -> None:
         """Answer everybody who waits, and refuse what comes: this engine is done."""
         self._failure = error
-        self._refuse([*self._finish, *self._listeners], EngineUnavailable(f"the engine is going down: {type(error).__name__}: {error}"))
+        self._refuse(list(self._finish), EngineUnavailable(f"the engine is going down: {type(error).__name__}: {error}"))
 
     def _refuse(self, request_ids: Sequence[str], error: EngineUnavailable) -> None:
         for request_id in request_ids:
-            if (future := self._finish.get(request_id)) is not None:
-                if not future.done():
-                    future.set_exception(error)
-            elif (hear := self._listeners.get(request_id)) is not None:
-                hear(error)
+            if (future := self._finish.get(request_id)) is not None and not future.done():
+                future.set_exception(error)
 
     def more_values(self) -> dict[str, float]:
         """Metrics that not every engine has."""
@@ -256,11 +240,14 @@ class EngineDriver:
     def _add(self, request: GenerateRequest) -> None:
         if self._failure is not None:
             raise EngineUnavailable(f"the engine is going down: {self._failure}")
-        if request.id in self._finish or request.id in self._listeners:
-            raise EngineUnavailable(f"id = {request.id!r}: a request with this id is still running; try again or use another id")
+        if request.id in self._finish:
+            raise EngineBusy(f"id = {request.id!r}: a request with this id is still running; try again or use another id")
         if self._live < 0:
             raise EngineUnavailable("no policy version is live yet: prepare and commit one first")
-        self.engine.add(request)
+        try:
+            self.engine.add(request)
+        except EngineUnavailable as error:
+            raise EngineBusy(str(error)) from None
         self._work.set()
 
     def _abort_now(self, request_ids: Sequence[str]) -> None:
@@ -275,17 +262,18 @@ class EngineDriver:
 
     def _dispatch(self, result: StepResult) -> None:
         if self._listeners:
-            for request_id, ids, logprobs in result.tokens:
-                if (hear := self._listeners.get(request_id)) is not None:
-                    hear((ids, logprobs))
+            self._tell(result)
         for completion in result.finished:
             if completion.id in self._abandoned:
                 self._abandoned.remove(completion.id)
-            elif (future := self._finish.get(completion.id)) is not None:
-                if not future.done():
-                    future.set_result(completion)
-            elif (hear := self._listeners.get(completion.id)) is not None:
-                hear(completion)
+            elif (future := self._finish.get(completion.id)) is not None and not future.done():
+                future.set_result(completion)
+
+    def _tell(self, result: StepResult) -> None:
+        ending = {completion.id for completion in result.finished}
+        for request_id, ids, logprobs in result.tokens:
+            if (hear := self._listeners.get(request_id)) is not None and request_id not in ending and request_id not in self._abandoned:
+                hear(TokenPiece(np.array(ids, np.int32), np.array(logprobs, np.float32), self._live))
 
     def _note_busy(self, start: float, end: float) -> None:
         if self._spans and start - self._spans[-1][1] < MERGE_GAP_S:

@@ -22,6 +22,7 @@ import torch
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config.serve import EngineConfig
+from slipstream.config.speculation import PromptLookup
 from slipstream.engine.blocks import Blocks
 from slipstream.engine.fetch import ENDINGS, BlockSource
 from slipstream.engine.kv import KvCache
@@ -29,6 +30,7 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.sampler import sample
 from slipstream.engine.scheduler import ANY_VERSION, Plan, Scheduler
 from slipstream.engine.sequence import Sequence, SlotTable
+from slipstream.engine.speculation import Drafter, SpeculationCounts, append_verified
 from slipstream.engine.stops import StopText
 from slipstream.engine.tiers.hierarchy import Tiers
 from slipstream.engine.weights import LiveWeights
@@ -43,7 +45,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step did: requests that ended, and the tokens that it sampled (one for each of some requests)."""
+    """What a step did: requests that ended, and the tokens that it sampled: one for each of some requests, or several one after the other
+    where guesses were right."""
 
     finished: list[Completion] = field(default_factory=list)
     ids_S: np.ndarray = field(default_factory=lambda: np.zeros(0, object))
@@ -84,13 +87,17 @@ class EmbeddedEngine:
         self._capture = config.capture_routing and bool(spec.moe_layers)
         self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, self._capture)
         self._table = SlotTable(config.max_running, seq_len, config.block_tokens)
+        speculation = config.speculation
+        self._drafter = Drafter(self._table, speculation) if isinstance(speculation, PromptLookup) else None
         self.blocks = Blocks(self._cache, spec, f"{config.dtype} {config.fp8_scales} {impl}")
         self.sources: list[BlockSource] = []
         """Where blocks may come from beside the device, in the order in which they are asked."""
         self.on_ready: Callable[[], None] = lambda: None
         """Called from any thread when `has_work` may have become true by itself."""
         self._arrived = threading.Event()
-        self._scheduler = Scheduler(self._table, self._cache, config.max_step_tokens, config.prefix_cache, self.sources, self._wake)
+        self._scheduler = Scheduler(
+            self._table, self._cache, config.max_step_tokens, config.prefix_cache, self._drafter, self.sources, self._wake
+        )
         self._fingerprints: dict[int, str] = {}
         """Of every version that was live."""
         self.tiers = Tiers(config.tiers, self.blocks) if config.tiers.enabled else None
@@ -108,6 +115,7 @@ class EmbeddedEngine:
         self._started_s = time.perf_counter()
         self.tokens_generated = 0
         self.tokens_prefilled = 0
+        self.speculation = SpeculationCounts()
         self.busy_s = 0.0
         """Seconds spent in `step`."""
         self.outcomes: Counter[FinishReason] = Counter()
@@ -214,22 +222,57 @@ class EmbeddedEngine:
     def _postprocess(self, plan: Plan, logits_SV: torch.Tensor, result: StepResult) -> None:
         """Sample, append, and end what has reached its end."""
         table = self._table
-        table.context_R[plan.slots_S] += plan.counts_S
-        self.tokens_prefilled += plan.num_tokens - plan.num_decode
+        table.context_R[plan.slots_S] += plan.counts_S - plan.drafts_S
+        self.tokens_prefilled += plan.num_prefill
         slots_S = plan.slots_S[plan.samples_S]
         if not len(slots_S):
             return
-        tokens_S, logprobs_S = sample(logits_SV, table.sample_params(slots_S))
-        stopped_S, full_S = table.append_sampled(slots_S, tokens_S, logprobs_S)
-        self.tokens_generated += len(slots_S)
-        result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[slots_S], tokens_S, logprobs_S
-        if plan.num_tokens != plan.num_decode:
+        if plan.num_drafts:
+            stopped_S, full_S = self._append_verified(plan, slots_S, logits_SV, result)
+        else:
+            stopped_S, full_S = self._append(plan, slots_S, logits_SV, result)
+        self.tokens_generated += len(result.tokens_S)
+        if plan.num_prefill:
             self._note_first_tokens(slots_S)
-        for i in np.flatnonzero(table.has_stop_text_R[slots_S] & ~stopped_S):
-            stopped_S[i] = self._hits_stop_text(self._scheduler.at(int(slots_S[i])))
         ended = np.flatnonzero(stopped_S | full_S)
         if len(ended):
             self._end([(self._scheduler.at(int(slots_S[i])), "stop" if stopped_S[i] else "length") for i in ended], result.finished)
+
+    def _append(self, plan: Plan, slots_S: np.ndarray, logits_SV: torch.Tensor, result: StepResult) -> tuple[np.ndarray, np.ndarray]:
+        """One token for each. Returns (stopped, out of room)."""
+        table = self._table
+        tokens_S, logprobs_S = sample(logits_SV, table.sample_params(slots_S))
+        stopped_S, full_S = table.append_sampled(slots_S, tokens_S, logprobs_S)
+        result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[slots_S], tokens_S, logprobs_S
+        for i in np.flatnonzero(table.has_stop_text_R[slots_S] & ~stopped_S):
+            stopped_S[i] = self._slot_hits_stop_text(int(slots_S[i]), int(table.length_R[slots_S[i]]))
+        self._learn(plan, tokens_S, plan.drafts_S)
+        return stopped_S, full_S
+
+    def _append_verified(
+        self, plan: Plan, slots_S: np.ndarray, logits_NV: torch.Tensor, result: StepResult
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same where there are guesses. What was processed behind the last right one is taken back: blocks, and the experts' load."""
+        table, drafts_S = self._table, plan.drafts_S[plan.samples_S]
+        rows = table.rows_behind(slots_S, drafts_S + 1)
+        tokens_N, logprobs_N = sample(logits_NV, table.sample_params(rows.slot_N, rows.ahead_N))
+        verdict = append_verified(table, slots_S, rows, tokens_N, logprobs_N, self._slot_hits_stop_text)
+        kept_N = verdict.kept_N
+        self._runner.uncount(table.kv_slots(rows.slot_N[~kept_N], rows.position_N[~kept_N] - 1))
+        self._scheduler.trim(slots_S[drafts_S > 0])
+        result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[rows.slot_N[kept_N]], tokens_N[kept_N], logprobs_N[kept_N]
+        self._learn(plan, tokens_N[verdict.first_N], verdict.gained_S - 1)
+        return verdict.stopped_S, table.length_R[slots_S] >= table.limit_R[slots_S]
+
+    def _learn(self, plan: Plan, first_S: np.ndarray, right_S: np.ndarray) -> None:
+        """`first`: next token, `right`: guesses that were right, of the sequences that sampled: first the decoding ones."""
+        counts, decoding = self.speculation, slice(plan.num_decode)
+        counts.decodes += plan.num_decode
+        counts.drafted += plan.num_drafts
+        if plan.num_drafts:
+            counts.accepted += int(right_S[decoding].sum())
+        if self._drafter is not None:
+            self._drafter.learn(plan.slots_S[decoding], first_S[decoding], plan.drafts_S[decoding], right_S[decoding])
 
     def _note_first_tokens(self, slots_S: np.ndarray) -> None:
         now = time.perf_counter()
@@ -238,9 +281,10 @@ class EmbeddedEngine:
             if not sequence.first_token_s:
                 sequence.first_token_s = now
 
-    def _hits_stop_text(self, sequence: Sequence) -> bool:
-        end = int(self._table.length_R[sequence.slot])
-        completion_N = self._table.tokens_RT[sequence.slot, sequence.prompt_tokens : end]
+    def _slot_hits_stop_text(self, slot: int, end: int) -> bool:
+        """Whether the token before position `end` completes one of the stop strings of the sequence in this slot."""
+        sequence = self._scheduler.at(slot)
+        completion_N = self._table.tokens_RT[slot, sequence.prompt_tokens : end]
         return self._stop_text.hit(completion_N, sequence.request.sampling.stop)
 
     # ---- the end of a request ----

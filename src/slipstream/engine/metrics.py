@@ -46,6 +46,8 @@ COUNTERS = frozenset(
         "engine/tiers/<tier>/written_mib",
         "engine/tiers/<tier>/evicted",
         "engine/tiers/<tier>/damaged",
+        "engine/speculation/drafted",
+        "engine/speculation/accepted",
     }
 )
 """Keys and families of keys that only grow while the process lives; the others are gauges."""
@@ -70,6 +72,10 @@ def engine_values(driver: EngineDriver) -> dict[str, float]:
         "engine/version/live": state.live_version,
         "engine/preemptions/count": engine.preemptions,
         "engine/steps/failed": driver.failed_steps,
+        "engine/speculation/drafted": engine.speculation.drafted,
+        "engine/speculation/accepted": engine.speculation.accepted,
+        "engine/speculation/acceptance_frac": engine.speculation.acceptance,
+        "engine/speculation/tokens_per_step": engine.speculation.tokens_per_step,
         "engine/memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
         **engine.block_values(),
         **driver.more_values(),

@@ -102,7 +102,8 @@ class Runner:
         """Tokens that each expert has processed."""
 
     def run(self, model: LanguageModel, plan: Plan) -> torch.Tensor:
-        """Process the planned tokens. Returns fp32 logits of the sequences that sample, in plan order (none: 0 rows)."""
+        """Process the planned tokens. Returns fp32 logits of the sequences that sample, in plan order (none: 0 rows): of the last known
+        token, and of each guess behind it."""
         if model is not self._bound:
             self._bound, self._fused = model, bind(model, self._cache, self.expert_load_LE)
             self._min_rows = MIN_ROWS if self._fused is None and model.dtype == torch.float32 else 1
@@ -111,11 +112,17 @@ class Runner:
         head = self._fused or model
         if plan.num_tokens == plan.num_decode:
             return head.logits(hidden_TD)[: plan.num_tokens].float()
-        rows = batch.query_starts_S1[1 : len(plan.slots_S) + 1][plan.samples_S] - 1
+        ends_S, rows_S = batch.query_starts_S1[1 : len(plan.slots_S) + 1], plan.samples_S * (1 + plan.drafts_S)
+        rows = np.arange(rows_S.sum()) + np.repeat(ends_S - np.cumsum(rows_S), rows_S)
         if not len(rows):
             return torch.zeros(0, model.spec.vocab_size)
         padded = np.concatenate([rows, np.repeat(rows[:1], max(0, self._min_rows - len(rows)))])
         return head.logits(hidden_TD[torch.from_numpy(padded)])[: len(rows)].float()
+
+    def uncount(self, slots_T: np.ndarray) -> None:
+        """Tokens that the last step processed in these KV slots are not part of any sequence: take them out of the experts' load."""
+        if self._cache.num_moe_layers:
+            self._count(self._cache.routing[slots_T].transpose(1, 0, 2), -1)
 
     def _forward_fused(self, fused: FusedDecoder, b: FlatBatch) -> torch.Tensor:
         return fused.forward(b.tokens_T, b.positions_T, b.slots_T, b.block_table_SB, b.query_starts_S1, b.context_S)
@@ -146,7 +153,7 @@ class Runner:
             context_S = np.concatenate([context_S, np.repeat(first_S[:1] + 1, pad)])
             starts_S1 = np.concatenate([starts_S1, starts_S1[-1] + np.arange(1, pad + 1, dtype=np.int32)])
         width = (int(context_S.max()) - 1) // block_tokens + 1
-        kv_slots_T = table.blocks_RB[slot_T, position_T // block_tokens].astype(np.int64) * block_tokens + position_T % block_tokens
+        kv_slots_T = table.kv_slots(slot_T, position_T)
         return FlatBatch(
             tokens_T=table.tokens_RT[slot_T, position_T].astype(np.int64),
             positions_T=position_T.astype(np.int64),
@@ -159,5 +166,8 @@ class Runner:
     def _capture(self, ids: list[torch.Tensor], slots_T: np.ndarray) -> None:
         ids_LTK = torch.stack(ids)[:, : len(slots_T)].numpy()
         self._cache.routing[slots_T] = ids_LTK.transpose(1, 0, 2)
+        self._count(ids_LTK, 1)
+
+    def _count(self, ids_LTK: np.ndarray, times: int) -> None:
         counts = np.bincount((ids_LTK + self._offsets_L11).ravel(), minlength=self.expert_load_LE.size)
-        self.expert_load_LE += counts.reshape(self.expert_load_LE.shape)
+        self.expert_load_LE += times * counts.reshape(self.expert_load_LE.shape)

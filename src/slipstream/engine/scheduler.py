@@ -5,6 +5,7 @@ Order within a step: every decoding sequence gets one token; then prompts that a
 tokens are there, so a prefill never stops half-way; only decoding grows, and when no block is left the newest running sequence is
 preempted: its blocks go (full ones stay findable), its tokens, logprobs and stamps stay, and it waits at the front to be recomputed.
 Waiting sequences of which a block source has more than the device fetch first (`engine.fetch`); what waits behind them goes ahead.
+What is left of the step goes to guesses (`speculation`): tokens that decoding sequences process on trial. They preempt nobody.
 
 Knows nothing of the model, of sampling or of why a sequence ends. Shape suffixes: S sequences of the step.
 """
@@ -23,6 +24,7 @@ from slipstream.engine.fetch import BlockSource, Fetches
 from slipstream.engine.kv import BlockPool, KvCache
 from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.sequence import Sequence, SlotTable
+from slipstream.engine.speculation import Drafter
 from slipstream.serving.keys import extend_keys
 
 ANY_VERSION = range(-1, 1 << 31)
@@ -38,6 +40,13 @@ class Plan:
     """Whether the sequence's last known token is among those processed: then it samples."""
     num_decode: int
     num_tokens: int
+    drafts_S: np.ndarray
+    """How many of the tokens are guesses behind the last known one."""
+    num_drafts: int = 0
+
+    @property
+    def num_prefill(self) -> int:
+        return self.num_tokens - self.num_decode - self.num_drafts
 
 
 class Scheduler:
@@ -49,6 +58,7 @@ class Scheduler:
         cache: KvCache,
         max_step_tokens: int,
         prefix_cache: bool,
+        drafter: Drafter | None = None,
         sources: Ordered[BlockSource] = (),
         wake: Callable[[], None] = lambda: None,
     ) -> None:
@@ -68,6 +78,7 @@ class Scheduler:
         self.hit_tokens: Counter[str] = Counter()
         """`Completion.cached_by_tier` of everything that was admitted."""
         self._cache = cache
+        self._drafter = drafter
         self._max_step_tokens = max_step_tokens
         self._at: dict[int, Sequence] = {}
         self._order_S = np.zeros(0, np.int64)
@@ -102,7 +113,16 @@ class Scheduler:
         counts_S = np.ones(len(slots_S), np.int32)
         counts_S[len(decode_S) :] = counts
         samples_S = self.table.context_R[slots_S] + counts_S == self.table.length_R[slots_S]
-        return Plan(slots_S, counts_S, samples_S, len(decode_S), self._max_step_tokens - budget)
+        drafts_S = self._draft(decode_S, len(slots_S), budget, version)
+        drafted = int(drafts_S.sum())
+        return Plan(slots_S, counts_S + drafts_S, samples_S, len(decode_S), self._max_step_tokens - budget + drafted, drafts_S, drafted)
+
+    def trim(self, slots_S: np.ndarray) -> None:
+        """Give back the blocks of these decoding sequences in which only rejected guesses lie."""
+        table = self.table
+        needed_S = -(-table.context_R[slots_S] // table.block_tokens)
+        for i in np.flatnonzero(table.num_blocks_R[slots_S] > needed_S).tolist():
+            self.pool.release(table.pop_blocks(self._at[int(slots_S[i])], int(needed_S[i])))
 
     def leave(self, sequences: list[Sequence]) -> None:
         """Take running sequences out; their full blocks stay findable. Whether they wait again is the caller's business."""
@@ -193,6 +213,22 @@ class Scheduler:
         else:
             self._preempt(self.running[-1])
 
+    def _draft(self, decode_S: np.ndarray, sequences: int, budget: int, version: int) -> np.ndarray:
+        """Guesses of each of the step's sequences (the first of which decode), with blocks for them; fewer where there are no blocks."""
+        drafts_S = np.zeros(sequences, np.int32)
+        if self._drafter is None:
+            return drafts_S
+        table, drafts = self.table, drafts_S[: len(decode_S)]
+        if not self._drafter.draft(decode_S, self._max_step_tokens - budget, budget, drafts):
+            return drafts_S
+        known_S = table.context_R[decode_S] + 1
+        lacking_S = -(-(known_S + drafts) // table.block_tokens) - table.num_blocks_R[decode_S]
+        for i in np.flatnonzero(lacking_S > 0).tolist():
+            slot = int(decode_S[i])
+            self._append_blocks(self._at[slot], min(int(lacking_S[i]), self.pool.available), version)
+            drafts[i] = min(drafts[i], table.num_blocks_R[slot] * table.block_tokens - known_S[i])
+        return drafts_S
+
     def _preempt(self, sequence: Sequence) -> None:
         self.leave([sequence])
         self.waiting.appendleft(sequence)
@@ -222,6 +258,8 @@ class Scheduler:
         cached = len(hit) * self.table.block_tokens
         self.table.enter(sequence, hit, cached)
         self._at[sequence.slot] = sequence
+        if self._drafter is not None:
+            self._drafter.enter(sequence.slot)
         self._append_blocks(sequence, self.blocks_for(len(sequence.tokens_T)) - len(hit), version)
         sequence.stamp(version, len(sequence.logprobs_N))
         if not sequence.admitted_s:

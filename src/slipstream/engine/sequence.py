@@ -7,7 +7,7 @@ so that a decode step touches no Python object per sequence; `Sequence` holds wh
     context   tokens processed: those with KV and routing rows
     A sequence decodes when length - context == 1, and prefills (or recomputes) when more are missing.
 
-Shape suffixes: R slots, T token positions, B blocks of a sequence, C stop ids.
+Shape suffixes: R slots, T token positions, B blocks of a sequence, C stop ids, S sequences of a step, N positions of a step.
 """
 
 from __future__ import annotations
@@ -78,6 +78,15 @@ class Sequence:
         return Timings(queued_s=admitted - self.arrived_s, prefill_s=first - admitted, decode_s=now - first)
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Positions of sequences that are sampled from, sequence by sequence: `ahead` = 0, 1, ... behind the known tokens."""
+
+    slot_N: np.ndarray
+    ahead_N: np.ndarray
+    position_N: np.ndarray
+
+
 class SlotTable:
     """Columns over `num_slots` running sequences."""
 
@@ -137,6 +146,13 @@ class SlotTable:
         self.blocks_RB[sequence.slot, start : start + len(blocks)] = blocks
         self.num_blocks_R[sequence.slot] = start + len(blocks)
 
+    def pop_blocks(self, sequence: Sequence, kept: int) -> list[int]:
+        """Take its last blocks away, all but `kept`; the caller releases them."""
+        blocks = sequence.blocks[kept:]
+        del sequence.blocks[kept:]
+        self.num_blocks_R[sequence.slot] = kept
+        return blocks
+
     def leave(self, sequence: Sequence) -> list[int]:
         """Take the slot back; tokens and logprobs go to the sequence. Returns its blocks, which the caller releases."""
         slot = sequence.slot
@@ -147,15 +163,15 @@ class SlotTable:
         self._free.append(slot)
         return blocks
 
-    def sample_params(self, slots_S: np.ndarray) -> SampleParams:
-        """Of sequences that sample now: the new token's position is their length."""
+    def sample_params(self, slots_S: np.ndarray, ahead_S: np.ndarray | int = 0) -> SampleParams:
+        """Of sequences that sample now: the new token's position is their length, or as many tokens `ahead` of it."""
         return SampleParams(
             self.temperature_R[slots_S],
             self.top_p_R[slots_S],
             self.top_k_R[slots_S],
             self.min_p_R[slots_S],
             self.seed_R[slots_S],
-            self.length_R[slots_S],
+            self.length_R[slots_S] + ahead_S,
         )
 
     def append_sampled(self, slots_S: np.ndarray, tokens_S: np.ndarray, logprobs_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -164,5 +180,22 @@ class SlotTable:
         self.tokens_RT[slots_S, position_S] = tokens_S
         self.logprobs_RT[slots_S, position_S] = logprobs_S
         self.length_R[slots_S] = position_S + 1
-        stopped_S = (self.stop_ids_RC[slots_S] == tokens_S[:, None]).any(axis=1)
-        return stopped_S, position_S + 1 >= self.limit_R[slots_S]
+        return self.is_stop(slots_S, tokens_S), position_S + 1 >= self.limit_R[slots_S]
+
+    def rows_behind(self, slots_S: np.ndarray, counts_S: np.ndarray) -> Rows:
+        """The next `counts` positions of each sequence: one that samples, and one for each guess behind it."""
+        slot_N = np.repeat(slots_S, counts_S)
+        ahead_N = np.arange(len(slot_N)) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
+        return Rows(slot_N, ahead_N, self.length_R[slot_N] + ahead_N)
+
+    def advance(self, slots_S: np.ndarray, gained_S: np.ndarray) -> None:
+        """So many tokens behind the known ones are known now, and all but the last are processed."""
+        self.length_R[slots_S] += gained_S
+        self.context_R[slots_S] = self.length_R[slots_S] - 1
+
+    def kv_slots(self, slot_T: np.ndarray, position_T: np.ndarray) -> np.ndarray:
+        """Where in the KV cache a token of a sequence lies: block * block_tokens + offset."""
+        return self.blocks_RB[slot_T, position_T // self.block_tokens].astype(np.int64) * self.block_tokens + position_T % self.block_tokens
+
+    def is_stop(self, slots_S: np.ndarray, tokens_S: np.ndarray) -> np.ndarray:
+        return (self.stop_ids_RC[slots_S] == tokens_S[:, None]).any(axis=1)

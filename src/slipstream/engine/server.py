@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import json
 import logging
@@ -30,9 +29,10 @@ from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.metrics import report, write_once
 from slipstream.engine.room import check_room
 from slipstream.engine.wide.fit import check_wide
-from slipstream.errors import ConfigError, EngineUnavailable
+from slipstream.errors import EngineUnavailable
 from slipstream.models.impl import Impl, read_spec
 from slipstream.observe.metrics import MetricsWriter
+from slipstream.serving.api.http import listen
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ async def serving(
     await runner.setup()
     driving = asyncio.create_task(driver.drive())
     try:
-        url = await _listen(runner, host, port)
+        url = await listen(runner, host, port, "engine")
         yield url, driving
     finally:
         driver.fail(EngineUnavailable("it was told to stop"))
@@ -153,20 +153,6 @@ async def _stopped(driving: asyncio.Task[None]) -> int:
         return 0
     log.critical("the engine failed in a step and ends", exc_info=driving.exception())
     return 1
-
-
-async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
-    try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"engine.port: {host}:{port} is taken; stop what listens there or set another engine.port (0: a free one)"
-            ) from None
-        raise ConfigError(f"engine.host = {host!r}, engine.port = {port}: cannot listen there: {error.strerror or error}") from None
-    address = runner.addresses[0]
-    name = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"http://{name}:{address[1]}"
 
 
 def _log_to_stderr() -> None:

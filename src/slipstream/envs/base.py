@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from slipstream import ports
+from slipstream.chat.recording import TruncatedError
 from slipstream.config.envs import EnvConfig
 from slipstream.envs.hooks import run_hook
 from slipstream.errors import ConfigError, EnvError, RewardError, StateError
@@ -34,16 +35,13 @@ BUILT_IN = {
     "reverse-text": "slipstream.envs.reverse_text:ReverseText",
     "constraints": "slipstream.envs.constraints:Constraints",
     "calculator": "slipstream.envs.calculator:Calculator",
+    "calculator-agent": "slipstream.envs.calculator_agent:CalculatorAgent",
 }
 """Name in a run file -> 'package.module:Class'."""
 
 
 _PLAIN: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 """Annotation of an argument -> types of a run file's value that fit it. Other annotations are the class's own business."""
-
-
-class TruncatedError(Exception):
-    """The policy has no token, context or turn left. An environment that wants to grade what there is catches it."""
 
 
 @dataclass(slots=True)
@@ -67,6 +65,8 @@ class Env:
     """OpenAI tool specifications that the chat template shows to the policy."""
     hook_timeout_s: float = 60.0
     """Deadline of one hook; `load_env` sets it to the run file's `turn_timeout_s`."""
+    rollout_timeout_s: float = 300.0
+    """Deadline of a whole rollout, from the run file; only what plays one in a single call needs it."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -121,6 +121,10 @@ class Env:
             raise
         except Exception as error:
             raise RewardError(f"environment {self.name!r}, task {task.id}: {one_line(error)}") from error
+        return self.checked(task, messages, score)
+
+    def checked(self, task: Task, messages: Sequence[dict], score: Any) -> Played:
+        """`messages` with this score. Raises RewardError: it is not a finite number, or a part of it is not."""
         parts = dict(score) if isinstance(score, Mapping) else {"reward": score}
         checked = {key: check_reward(value, self.name, task, key) for key, value in parts.items()}
         if "reward" not in checked:
@@ -168,7 +172,7 @@ def load_env(config: EnvConfig, seed: int) -> Env:
         env = cls(seed=seed, **config.args)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"envs[{config.label}].args = {config.args!r}: {error}") from error
-    env.name, env.hook_timeout_s = config.label, config.turn_timeout_s
+    env.name, env.hook_timeout_s, env.rollout_timeout_s = config.label, config.turn_timeout_s, config.rollout_timeout_s
     return env
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from slipstream.chat.branches import Branches
+from slipstream.chat.prefix import TurnTokens
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.envs.base import Env, count_tasks
-from slipstream.envs.tokens import TokenPrefix, TurnTokens
 from slipstream.types import BoolArray, IntArray
 
 
@@ -25,14 +26,14 @@ def demonstration_samples(env: Env, tokenizer: ChatTokenizer, num: int, seed: in
 
 def tokenize(messages: list[dict], env: Env, turn_tokens: TurnTokens) -> tuple[IntArray, BoolArray]:
     """One finished conversation as (tokens_T, loss_mask_T), up to the end of its last assistant message."""
-    prefix = TokenPrefix(turn_tokens)
+    branches = Branches(turn_tokens)
     tokens_T, mask_T = np.zeros(0, np.int32), np.zeros(0, np.bool_)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt_T, _ = prefix.next_prompt(messages[:i], env.tools)
-        reply_T = turn_tokens.reply(message)
-        prefix.add(messages[:i], prompt_T, reply_T, message)
+        prompt = branches.prompt(messages[:i], env.tools)
+        prompt_T, reply_T = prompt.tokens_T, turn_tokens.reply(message)
+        branches.add(prompt, reply_T, message)
         sampled_T = np.concatenate([np.zeros(len(prompt_T), np.bool_), np.ones(len(reply_T), np.bool_)])
         sampled_T[: len(mask_T)] = mask_T
         tokens_T, mask_T = np.concatenate([prompt_T, reply_T]), sampled_T

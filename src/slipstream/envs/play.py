@@ -7,16 +7,20 @@ that an environment raises `env_error`. None of them carries a reward. Knows no 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from slipstream.chat.prefix import TurnTokens
+from slipstream.chat.recording import Limits
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config.envs import EnvConfig
 from slipstream.config.serve import SamplingConfig
+from slipstream.envs.agent import AgentEnv
 from slipstream.envs.base import TruncatedError, check_reward, one_line
 from slipstream.envs.policy import EnginePolicy
-from slipstream.envs.tokens import TurnTokens
-from slipstream.errors import EngineError, EnvError, RewardError
-from slipstream.ports import Engine, Env, Played
+from slipstream.errors import EngineError, EnvError, RewardError, StateError
+from slipstream.ports import AgentSession, Engine, Env, Gateway, Played
 from slipstream.types import Outcome, Rollout, Sampling, Task
 
 
@@ -31,22 +35,23 @@ class EnvPlayer:
         config: EnvConfig,
         seq_len: int,
         sampling: SamplingConfig | None = None,
+        gateway: Gateway | None = None,
     ):
-        """`sampling` replaces the environment's own (evaluations are greedy, for example)."""
+        """`sampling` replaces the environment's own (evaluations are greedy, for example). `gateway`: where an AgentEnv's agents call."""
+        if isinstance(env, AgentEnv) and gateway is None:
+            raise StateError(f"environment {env.name!r} lets agents play, and its player was given no gateway for their calls")
         self.env = env
         self._engine = engine
+        self._gateway = gateway
         self._turn_tokens = TurnTokens(tokenizer)
-        self._config = config
-        self._seq_len = seq_len
+        self._limits = Limits(seq_len, config.turn_timeout_s, config.max_turns, config.max_rollout_tokens)
         self._sampling = engine_sampling(sampling or config.sampling)
 
     async def __call__(self, task: Task, rollout_id: str, group_id: str, version_start: int) -> Rollout:
         """Never raises but for cancellation: a failure becomes the rollout's outcome, with the turns that were played."""
-        policy = EnginePolicy(
-            self._engine, self._turn_tokens, self._config, self._sampling, self._seq_len, rollout_id, salt=max(version_start, 0)
-        )
         started_s, clock = time.time(), time.perf_counter()
-        result = await self._outcome(task, policy)
+        with self._policy(rollout_id, salt=max(version_start, 0)) as policy:
+            result = await self._outcome(task, policy)
         result.setdefault("messages", tuple(policy.messages))
         return Rollout(
             id=rollout_id,
@@ -59,7 +64,18 @@ class EnvPlayer:
             **result,
         )
 
-    async def _outcome(self, task: Task, policy: EnginePolicy) -> dict[str, Any]:
+    @contextmanager
+    def _policy(self, rollout_id: str, salt: int) -> Iterator[EnginePolicy | AgentSession]:
+        if self._gateway is None or not isinstance(self.env, AgentEnv):
+            yield EnginePolicy(self._engine, self._turn_tokens, self._sampling, self._limits, rollout_id, salt)
+            return
+        session = self._gateway.open(rollout_id, salt, self._sampling, self._limits)
+        try:
+            yield session
+        finally:
+            self._gateway.end(rollout_id)  # calls that the agent left behind are aborted
+
+    async def _outcome(self, task: Task, policy: Any) -> dict[str, Any]:
         """Outcome, and with it reward, messages or error: fields of the Rollout."""
         try:
             result = self._graded(task, await self.env.play(task, policy), policy)
@@ -75,7 +91,7 @@ class EnvPlayer:
             result = {"outcome": Outcome.infra_error, "error": one_line(policy.failure)}
         return result
 
-    def _graded(self, task: Task, played: Played, policy: EnginePolicy) -> dict[str, Any]:
+    def _graded(self, task: Task, played: Played, policy: EnginePolicy | AgentSession) -> dict[str, Any]:
         for name in ("messages", "reward", "reward_parts"):
             if not hasattr(played, name):
                 raise EnvError(f"play returned {played!r}; expected slipstream.envs.base.Played(messages, reward)")

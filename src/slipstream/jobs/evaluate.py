@@ -16,14 +16,13 @@ from rich.table import Table
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
-from slipstream.config.envs import EnvConfig
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.local import local_engine
 from slipstream.envs.base import load_env
 from slipstream.envs.play import EnvPlayer
 from slipstream.errors import ConfigError
+from slipstream.orchestrator.agents import gateway_for
 from slipstream.orchestrator.evals import EvalResult, Evaluator, eval_sampling
-from slipstream.ports import Engine, Env, Player
 from slipstream.types import Rollout
 
 VERSION = 0
@@ -47,18 +46,17 @@ async def _evaluate(config: RunConfig) -> dict[str, dict[str, Any]]:
     engine = EmbeddedEngine(
         config.model.path, config.engine, config.model.seq_len, seed=config.seed, version=VERSION, impl=config.model.impl
     )
-    async with local_engine(engine) as port:
-        envs = [_bind(config, env, port, tokenizer) for env in config.envs]
+    loaded = [load_env(env, config.seed) for env in config.envs]
+    async with local_engine(engine) as port, gateway_for(loaded, port, tokenizer, config) as gateway:
+        players = [
+            EnvPlayer(env, port, tokenizer, section, config.model.seq_len, eval_sampling(section, config.eval), gateway)
+            for env, section in zip(loaded, config.envs, strict=True)
+        ]
+        envs = list(zip(config.envs, loaded, players, strict=True))
         # one try: there is no other process that could come back, and a deadline that was missed once would be missed again
         evaluator = Evaluator(envs, config.eval, lambda: config.engine.max_running, time.time, tries=1)
         results, rollouts = await evaluator.play_all(VERSION)
     return {label: _row(config, result, [r for r in rollouts if r.task.env == label]) for label, result in results.items()}
-
-
-def _bind(config: RunConfig, env_config: EnvConfig, engine: Engine, tokenizer: ChatTokenizer) -> tuple[EnvConfig, Env, Player]:
-    env = load_env(env_config, config.seed)
-    sampling = eval_sampling(env_config, config.eval)
-    return env_config, env, EnvPlayer(env, engine, tokenizer, env_config, config.model.seq_len, sampling=sampling)
 
 
 def _row(config: RunConfig, result: EvalResult, rollouts: Sequence[Rollout]) -> dict[str, Any]:

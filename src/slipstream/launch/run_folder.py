@@ -41,6 +41,7 @@ CHANGEABLE = (
     "engine.replicas",
     "orchestrator.max_fruitless_groups",
     "orchestrator.max_freeze_s",
+    "router.",
     "trainer.batch_timeout_s",
     "trainer.logprob_chunk_tokens",
     "trainer.max_bad_steps",

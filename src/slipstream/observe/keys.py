@@ -573,6 +573,34 @@ ENGINE = (
         "Large: a slow disk; compare with `engine/tiers/<tier>/read_mib`.",
     ),
     Metric(
+        "engine/speculation/drafted",
+        "Guessed tokens that were processed on trial since the start of the process (`engine.speculation`).",
+        "tokens",
+        "0 without speculation",
+        "0 with it: the text does not repeat itself, or the steps are full.",
+    ),
+    Metric(
+        "engine/speculation/accepted",
+        "Guessed tokens that were right: each saved its sequence a step.",
+        "tokens",
+        "grows with transcripts that repeat themselves",
+        "See `engine/speculation/acceptance_frac`.",
+    ),
+    Metric(
+        "engine/speculation/acceptance_frac",
+        "Share of guessed tokens that were right, since the start of the process.",
+        "fraction",
+        "above a half; lower is fine with few sequences at a time",
+        "Low: raise `engine.speculation.min_match_tokens` or lower `engine.speculation.overhead_tokens`.",
+    ),
+    Metric(
+        "engine/speculation/tokens_per_step",
+        "Tokens that a decoding sequence gains in a step, mean since the start of the process.",
+        "tokens",
+        "1 without speculation, more with it",
+        "Near 1 with it: nothing is gained; `engine.speculation.type = 'off'` saves the look-ups.",
+    ),
+    Metric(
         "engine/time/prepare_s",
         "Time to load and verify the last policy version, while decoding went on.",
         "s",
@@ -667,6 +695,65 @@ ENGINE = (
         "Much longer: the experts of one process are hotter; see `engine/ep/imbalance`.",
     ),
 )
+
+GATEWAY = (
+    Metric(
+        "gateway/sessions/open",
+        "Sessions of agents that are open now.",
+        "sessions",
+        "the rollouts of agents in flight",
+        "Growing without end: a client opens sessions and does not end them; see `gateway.idle_s`.",
+    ),
+    Metric(
+        "gateway/sessions/opened", "Sessions opened since the start.", "sessions", "grows with the rollouts", "Flat: no agent is played."
+    ),
+    Metric(
+        "gateway/turns/count",
+        "Calls of sessions that were answered and recorded since the start.",
+        "turns",
+        "several a session",
+        "Flat with open sessions: agents hang; see `engine/requests/running` and the agents' own logs.",
+    ),
+    Metric(
+        "gateway/tokens/recorded",
+        "Tokens sampled in recorded turns since the start.",
+        "tokens",
+        "with `gateway/tokens/lost`, what the engines sampled for sessions",
+        "Less than that: calls were given up before their answer.",
+    ),
+    Metric(
+        "gateway/tokens/lost",
+        "Tokens that were streamed to calls which were given up in the middle: in no turn.",
+        "tokens",
+        "0",
+        "Agents cut their streams: raise their timeouts, or accept the waste.",
+    ),
+    Metric(
+        "gateway/forks/<kind>",
+        "Calls that start a branch of their own since the start. branched: beside another call, or in another conversation; rewritten: the "
+        "history holds a reply that was not sampled here, as when an agent edits or summarises it.",
+        "calls",
+        "0 rewritten for an agent that only appends; branched where it works with sub-agents",
+        "Each fork is a sample that repeats its prompt. Many rewritten: look in `slipstream rollouts` for what the agent changes.",
+    ),
+    Metric(
+        "gateway/sampling/overridden",
+        "Calls that asked for another temperature, top_p, top_k, min_p or seed than their session's contract, which held.",
+        "calls",
+        "0, or every call of an agent that sets a temperature of its own",
+        "Take the setting out of the agent, to be sure that it does not count on it.",
+    ),
+    Metric("gateway/streams/open", "Streamed answers that are on their way now.", "streams", "at most the calls in flight", "None."),
+    Metric(
+        "gateway/errors/<kind>",
+        "Requests that failed since the start, by kind: bad_request, invalid_api_key, model_not_found, no_session, session_exists, "
+        "session_ended, session_budget_spent, context_length_exceeded, too_large, busy, unavailable, disconnected, internal, ...",
+        "requests",
+        "0, but for session_budget_spent and, when rollouts are cancelled, disconnected",
+        "busy, unavailable: the engines; session_ended: an agent outlives its rollout; internal: a bug, with its traceback in the log.",
+    ),
+)
+
 
 ROUTER = (
     Metric(
@@ -793,7 +880,7 @@ ROUTER = (
     ),
 )
 
-METRICS = (*TRAINER, *ORCHESTRATOR, *ROUTER, *ENGINE)
+METRICS = (*TRAINER, *ORCHESTRATOR, *ROUTER, *ENGINE, *GATEWAY)
 
 SPANS = (
     Line("step", "trainer", "Forward, backward and optimizer of one step."),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 
-from slipstream.observe.keys import ENGINE, EVENTS, METRICS, ORCHESTRATOR, ROUTER, SPANS, TRAINER, Metric
+from slipstream.observe.keys import ENGINE, EVENTS, GATEWAY, METRICS, ORCHESTRATOR, ROUTER, SPANS, TRAINER, Metric
 
 
 def find(key: str) -> Metric | None:
@@ -30,7 +30,8 @@ _PATTERNS = [(metric, re.compile(re.sub(r"<\w+>", "[^/]+", metric.key))) for met
 def to_markdown() -> str:
     """docs/metrics.md."""
     parts = [_INTRODUCTION]
-    for title, metrics in (("Trainer", TRAINER), ("Orchestrator", ORCHESTRATOR), ("Router", ROUTER), ("Engine", ENGINE)):
+    tables = (("Trainer", TRAINER), ("Orchestrator", ORCHESTRATOR), ("Router", ROUTER), ("Engine", ENGINE), ("Gateway", GATEWAY))
+    for title, metrics in tables:
         parts.append(f"## {title}\n\n| Key | Definition | Unit | Healthy | If not |\n|---|---|---|---|---|\n")
         parts.append("".join(f"| `{m.key}` | {m.definition} | {m.unit} | {m.healthy} | {m.action} |\n" for m in metrics) + "\n")
     for title, lines in (("Spans", SPANS), ("Events", EVENTS)):

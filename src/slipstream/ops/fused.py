@@ -155,9 +155,9 @@ class FusedDecoder:
         return out_TD
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """[T, V] of hidden states as `forward` returns them. Where V fills vectors, bitwise independent of the other rows."""
-        if self._panels is None:
-            return F.linear(hidden_TD, self._head_VD)
+        """[T, V] of hidden states as `forward` returns them, bitwise independent of the other rows."""
+        if self._panels is None:  # below four rows, torch's product takes another path
+            return F.linear(F.pad(hidden_TD, (0, 0, 0, max(0, 4 - len(hidden_TD)))), self._head_VD)[: len(hidden_TD)]
         out_TV = torch.empty(len(hidden_TD), len(self._head_VD))
         self._kernels.logits(hidden_TD.data_ptr(), self._panels.data_ptr(), out_TV.data_ptr(), *hidden_TD.shape, len(self._head_VD))
         return out_TV

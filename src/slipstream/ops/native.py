@@ -39,6 +39,7 @@ _SIGNATURES = {
     "write_kv": (ctypes.c_int, [_P] * 5 + [_I] * 5),
     "paged_attention": (ctypes.c_int, [_P] * 7 + [_I] * 9 + [_F]),
     "paged_attention_bf16": (ctypes.c_int, [_P] * 7 + [_I] * 9 + [_F]),
+    "lookup": (None, [_P] * 6 + [_I] * 3 + [_P] + [_I] * 2 + [_P]),
     "logit_statistics": (ctypes.c_int, [_P] * 6 + [_I] * 2),
     "logit_slopes": (None, [_P] * 5 + [_I] * 2),
     "experts": (ctypes.c_int, [_P] * 8 + [_I] * 5),

@@ -5,7 +5,8 @@
     tokens   s u a b t c
     loss     . . x x . x
 
-A turn whose prompt does not go on from the tokens so far (the environment edited the conversation) starts a new sample.
+A turn whose prompt goes on from no earlier turn's tokens (the conversation was edited, or another one was begun beside it) starts a new
+sample; so does the second of two turns that go on from the same one. Branches may be interleaved. Each sampled token is trained once.
 Routing rows stay where the engine's answers have them: they are laid together once, in the packed row. Suffix: T tokens. Knows nothing of
 batches or rows.
 """
@@ -36,8 +37,9 @@ def _merge(turns: Sequence[Turn]) -> list[list[Turn]]:
     """Turns grouped into runs in which each prompt starts with the prompt and completion before it (at the same temperature)."""
     runs: list[list[Turn]] = []
     for turn in turns:
-        if runs and _extends(runs[-1][-1], turn):
-            runs[-1].append(turn)
+        fitting = [run for run in runs if _extends(run[-1], turn)]
+        if fitting:
+            max(fitting, key=lambda run: len(run[-1].prompt_T)).append(turn)
         else:
             runs.append([turn])
     return runs

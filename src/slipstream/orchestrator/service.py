@@ -14,7 +14,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -25,16 +25,18 @@ import psutil
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig, load
-from slipstream.envs.base import count_tasks, load_env
+from slipstream.envs.base import Env, count_tasks, load_env
 from slipstream.envs.frozen import Watchdog, dump_file, play_named
 from slipstream.envs.play import EnvPlayer
 from slipstream.observe.metrics import MetricsWriter
+from slipstream.orchestrator.agents import gateway_for
 from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.evals import eval_sampling
 from slipstream.orchestrator.ledger import Ledger
 from slipstream.orchestrator.loop import BoundEnv, Orchestrator, Parts
 from slipstream.orchestrator.store import FolderLock, RunStore
-from slipstream.ports import Engine, Player
+from slipstream.ports import Player
+from slipstream.serving.gateway.gateway import Gateway
 from slipstream.serving.pool import EnginePool
 from slipstream.transport.folder import FolderTrainer
 from slipstream.types import Outcome, Rollout, Task
@@ -67,9 +69,19 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
     for (env, task), rollout in watchdog.seen.items():
         metrics.event("frozen", env=env, task=task, rollout=rollout)
         print(f"orchestrator: WARNING: not played: {_not_played(env, task, rollout)}", file=sys.stderr, flush=True)
-    async with EnginePool.of_run(run_folder, config.engine.replicas, config.router) as engine:
-        envs = tuple(_watched(bound, watchdog.seen) for bound in _bind_envs(config, engine, ledger.last_state()))
-        parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), _Beside(metrics, engine), time.time)
+    tokenizer = ChatTokenizer.load(config.model.path)
+    loaded = [load_env(env, config.seed) for env in config.envs]
+    async with (
+        EnginePool.of_run(run_folder, config.engine.replicas, config.router) as engine,
+        gateway_for(loaded, engine, tokenizer, config) as gateway,
+    ):
+        players = [
+            partial(EnvPlayer, env, engine, tokenizer, env_config, config.model.seq_len, gateway=gateway)
+            for env, env_config in zip(loaded, config.envs, strict=True)
+        ]
+        envs = tuple(_watched(bound, watchdog.seen) for bound in _bind_envs(config, loaded, players, ledger.last_state()))
+        written = _Beside(metrics, engine, gateway)
+        parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), written, time.time)
         beating = asyncio.create_task(_beat(watchdog, min(1.0, config.orchestrator.max_freeze_s / 4)))
         gc.freeze()  # nothing that is here already will be garbage: a full pass over it would hold the loop up for tens of milliseconds
         run = asyncio.create_task(Orchestrator(config, parts).run(), name="run")
@@ -100,13 +112,12 @@ def _cancel_once(run: asyncio.Task[str]) -> Callable[[], None]:
     return cancel
 
 
-def _bind_envs(config: RunConfig, engine: Engine, state: Mapping[str, Any]) -> tuple[BoundEnv, ...]:
+def _bind_envs(
+    config: RunConfig, envs: Sequence[Env], players: Sequence[Callable[..., EnvPlayer]], state: Mapping[str, Any]
+) -> tuple[BoundEnv, ...]:
     """Environments with their players, and their curricula as they were at the last step."""
-    tokenizer = ChatTokenizer.load(config.model.path)
     bound = []
-    for env_config in config.envs:
-        env = load_env(env_config, config.seed)
-        player = partial(EnvPlayer, env, engine, tokenizer, env_config, config.model.seq_len)
+    for env_config, env, player in zip(config.envs, envs, players, strict=True):
         curriculum = _curriculum(config, count_tasks(env, "train"), state.get("curricula", {}).get(env_config.label))
         bound.append(BoundEnv(env_config, env, player(), player(sampling=eval_sampling(env_config, config.eval)), curriculum))
     return tuple(bound)
@@ -144,14 +155,14 @@ def _not_played(env: str, task: str, rollout: str) -> str:
 
 
 class _Beside:
-    """Metrics with the process's memory and the router's numbers beside each step's."""
+    """Metrics with the process's memory, and the router's and the gateway's numbers, beside each step's."""
 
-    def __init__(self, metrics: MetricsWriter, pool: EnginePool):
+    def __init__(self, metrics: MetricsWriter, pool: EnginePool, gateway: Gateway | None):
         self._metrics = metrics
-        self._pool = pool
+        self._sources = [pool.metrics, *([] if gateway is None else [gateway.metrics])]
         self._process = psutil.Process()
         self.event = metrics.event
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         memory = {"orchestrator/memory/rss_mib": self._process.memory_info().rss / 2**20}
-        self._metrics.log(step, {**values, **memory, **self._pool.metrics()})
+        self._metrics.log(step, {**values, **memory, **{key: value for source in self._sources for key, value in source().items()}})

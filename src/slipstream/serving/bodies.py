@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
-from aiohttp import ClientResponse, web
+from aiohttp import ClientResponse, StreamReader, web
 
 PIECE_BYTES = 1 << 18
 
@@ -23,12 +23,17 @@ async def send_body(request: web.Request, pieces: Sequence[bytes | memoryview], 
     response = web.StreamResponse(headers={"Content-Type": content_type})
     response.content_length = size
     await response.prepare(request)
+    await write_pieces(response, pieces)
+    await response.write_eof()
+    return response
+
+
+async def write_pieces(response: web.StreamResponse, pieces: Sequence[bytes | memoryview]) -> None:
+    """Each when the one before has gone."""
     for piece in map(memoryview, pieces):
         for start in range(0, len(piece), PIECE_BYTES):
             await response.write(piece[start : start + PIECE_BYTES])
             await asyncio.sleep(0)  # a fast reader takes every piece at once, and `write` never waits
-    await response.write_eof()
-    return response
 
 
 async def read_body(response: ClientResponse) -> bytes | memoryview:
@@ -39,6 +44,21 @@ async def read_body(response: ClientResponse) -> bytes | memoryview:
     buffer = np.empty(size, np.uint8).data  # its memory comes when it is written to, not all at once
     filled = 0
     async for piece in response.content.iter_any():
+        buffer[filled : filled + len(piece)] = piece
+        filled += len(piece)
+    return buffer
+
+
+async def read_exactly(body: StreamReader, size: int) -> bytes | memoryview:
+    """The next `size` bytes of a body. Raises IncompleteReadError when it ends before."""
+    if size <= PIECE_BYTES:
+        return await body.readexactly(size)
+    buffer = np.empty(size, np.uint8).data
+    filled = 0
+    while filled < size:
+        piece = await body.read(size - filled)
+        if not piece:
+            raise asyncio.IncompleteReadError(b"", size - filled)
         buffer[filled : filled + len(piece)] = piece
         filled += len(piece)
     return buffer

@@ -19,11 +19,13 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from slipstream.config.router import RouterConfig
-from slipstream.errors import EngineUnavailable, StateError
-from slipstream.serving.client import EngineBusy, HttpEngine
+from slipstream.errors import EngineBusy, EngineUnavailable, StateError
+from slipstream.ports import Hear
+from slipstream.serving.client import HttpEngine
 from slipstream.serving.fleet import Fleet
 from slipstream.serving.members import Endpoint, FolderSource, Source, source_of
 from slipstream.serving.replica import ClosableEngine, Connect, Replica
+from slipstream.serving.resume import Resumable
 from slipstream.serving.routing.metrics import values
 from slipstream.serving.routing.router import Ask, Router, Sent
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
@@ -68,6 +70,16 @@ class EnginePool:
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ports.Engine. Waits for a replica while there is none; the caller's deadline bounds the whole."""
         return await self._counted(request, lambda engine, sent: engine.generate(sent))
+
+    async def stream(self, request: GenerateRequest, hear: Hear) -> Completion:
+        """See ports.StreamingEngine. When a replica fails in the middle, another one goes on from the tokens that were heard."""
+        begun = Resumable(request, hear)
+
+        async def go_on(engine: ClosableEngine, _: GenerateRequest) -> Completion:
+            before = begun.num_pieces
+            return begun.whole(await engine.stream(begun.request, begun.hear), before)
+
+        return await self._counted(request, go_on)
 
     async def _counted(self, request: GenerateRequest, call: Call) -> Completion:
         """Every request is an answer or a rejection in the books."""

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from slipstream.errors import EngineUnavailable
-from slipstream.ports import Engine
+from slipstream.ports import Engine, StreamingEngine
 from slipstream.serving.members import Endpoint, Locate
 from slipstream.serving.routing.breaker import Breaker
 from slipstream.types import EngineState, PolicyVersion
 
 
-class ClosableEngine(Engine, Protocol):
+class ClosableEngine(Engine, StreamingEngine, Protocol):
     """An engine behind a connection."""
 
     async def close(self) -> None: ...

@@ -26,6 +26,7 @@ LIGHT = [
     "slipstream.orchestrator.service",
     "slipstream.serving.client",
     "slipstream.serving.pool",
+    "slipstream.serving.gateway.server",
     "slipstream.algorithms.advantages",
     "slipstream.cli",
 ]
@@ -38,7 +39,8 @@ def test_light_modules_import_with_torch_blocked():
 
 
 @pytest.mark.parametrize(
-    "command", ["rl", "explain", "sft", "eval", "engine", "trainer", "generate", "report", "summary", "rollouts", "make-model", "drain"]
+    "command",
+    ["rl", "explain", "sft", "eval", "engine", "gateway", "trainer", "generate", "report", "summary", "rollouts", "make-model", "drain"],
 )
 def test_every_command_has_help_with_an_example(command):
     from typer.testing import CliRunner

@@ -3,12 +3,12 @@ import asyncio
 import numpy as np
 import pytest
 
+from slipstream.chat.prefix import TurnTokens
 from slipstream.config.envs import EnvConfig
 from slipstream.config.serve import SamplingConfig
 from slipstream.envs.base import Env, Played, TruncatedError, load_env
 from slipstream.envs.demonstrations import demonstration_samples, tokenize
 from slipstream.envs.play import EnvPlayer, greedy
-from slipstream.envs.tokens import TurnTokens
 from slipstream.errors import EngineUnavailable, RequestError
 from slipstream.orchestrator.samples import rollout_samples
 from slipstream.types import Outcome, Rollout, Task

@@ -74,6 +74,11 @@ def test_engines_that_share_experts_are_groups_of_neighbours(config):
     assert all(not spec.group for spec in processes(config, config.folder))
 
 
+def test_engines_that_somebody_else_runs_are_not_started(config):
+    specs = processes(config.replace(router=config.router.replace(urls=("http://10.0.0.5:8000",))), config.folder)
+    assert [spec.name for spec in specs] == ["trainer", "orchestrator"]
+
+
 HOLD = """
 import sys, time
 from pathlib import Path

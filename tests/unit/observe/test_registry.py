@@ -10,9 +10,9 @@ from slipstream.observe.keys import EVENTS, METRICS, SPANS
 from slipstream.orchestrator.concurrency import Hold
 
 ROOT = Path(__file__).parents[3]
-ROLES = ("trainer", "orchestrator", "router", "engine")
+ROLES = ("trainer", "orchestrator", "router", "engine", "gateway")
 FOLDERS = ("trainer", "orchestrator", "serving", "engine")
-LITERAL = re.compile(r"""["'](?P<text>(?:trainer|orchestrator|router|engine)/[^"'\s]*)["']""")
+LITERAL = re.compile(rf"""["'](?P<text>(?:{"|".join(ROLES)})/[^"'\s]*)["']""")
 
 
 def sources() -> dict[Path, str]:

@@ -24,6 +24,19 @@ def test_a_turn_that_does_not_extend_starts_a_new_sample():
     assert second.loss_mask_T.tolist() == [False] * 4 + [True, False, True]
 
 
+def test_branches_that_are_interleaved_each_become_a_sample_and_every_sampled_token_is_trained_once():
+    left, right = [turn([1], [2]), turn([1, 2, 3], [4])], [turn([9], [8]), turn([9, 8, 3], [5]), turn([9, 8, 3, 5, 6], [7])]
+    retry = turn([1, 2, 6], [5])
+    samples = rollout_samples(rollout(left[0], right[0], left[1], right[1], retry, right[2]), 1.0)
+    assert [s.tokens_T.tolist() for s in samples] == [[1, 2, 3, 4], [9, 8, 3, 5, 6, 7], [1, 2, 6, 5]]
+    assert [s.loss_mask_T.nonzero()[0].tolist() for s in samples] == [[1, 3], [1, 3, 5], [3]]
+
+
+def test_a_turn_goes_on_from_the_longest_tokens_that_it_extends():
+    short, long, after = turn([1], []), turn([1, 2], [3]), turn([1, 2, 3, 4], [5])
+    assert [s.tokens_T.tolist() for s in rollout_samples(rollout(long, short, after), 1.0)] == [[1, 2, 3, 4, 5]]
+
+
 def test_a_change_of_temperature_starts_a_new_sample_and_greedy_counts_as_untempered():
     first, second = rollout_samples(rollout(turn([1], [2], temperature=0.0), turn([1, 2, 3], [4], temperature=0.7)), 1.0)
     assert (first.temperature, second.temperature) == (1.0, 0.7)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from slipstream.engine.speculation import SpeculationCounts
 from slipstream.errors import EngineError, EngineUnavailable, RequestError
 from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion
 
@@ -44,6 +45,7 @@ class ScriptedEngine:
         self.on_ready: Callable[[], None] = lambda: None
         self.idle_s: float | None = None
         self.tokens_prefilled = self.tokens_cached = self.preemptions = self.kv_age_max = 0
+        self.speculation = SpeculationCounts()
         self.expert_load = np.zeros((2, 4), np.int64)
 
     @property

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.http import MAX_BODY_BYTES
+from slipstream.serving.api.http import MAX_BODY_BYTES
 from slipstream.transport.codec import encode_request
 from slipstream.transport.wire import encode
 from slipstream.types import GenerateRequest, Sampling

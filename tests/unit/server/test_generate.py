@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.engine.driver import MAX_FAILED_STEPS, EngineDriver
 from slipstream.engine.server import write_endpoint
-from slipstream.errors import ConfigError, EngineError, EngineUnavailable, RequestError, StateError
-from slipstream.serving.client import EngineBusy, HttpEngine
+from slipstream.errors import ConfigError, EngineBusy, EngineError, EngineUnavailable, RequestError, StateError
+from slipstream.serving.client import HttpEngine
 from slipstream.serving.members import read_endpoint
 from slipstream.types import GenerateRequest, PolicyVersion, Sampling
 from tests.unit.server.scripted import ScriptedEngine

@@ -164,7 +164,7 @@ async def test_a_prompt_longer_than_the_context_is_a_400_that_says_by_how_much(c
 
 
 async def test_a_full_queue_is_a_429_and_leaves_nothing_behind(connect):
-    served, client = await connect(ScriptedEngine(lambda _: [1], max_waiting=2))
+    served, client = await connect(ScriptedEngine(lambda _: [1] * 100, max_waiting=2))
     with pytest.raises(openai.RateLimitError, match="waiting already"):
         await client.chat.completions.create(model="m", messages=ASK, n=3)
     assert len(served.engine.aborted) == 2 and not served.engine.running

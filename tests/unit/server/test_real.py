@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -17,12 +19,14 @@ from slipstream.config import RunConfig, to_toml, validate
 from slipstream.config.serve import EngineConfig
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
+from slipstream.engine.local import local_engine
 from slipstream.engine.server import serving
 from slipstream.errors import EngineError
 from slipstream.models.maker import make_model
 from slipstream.observe.metrics import FILE
 from slipstream.serving.client import HttpEngine
 from slipstream.serving.pool import EnginePool
+from slipstream.serving.resume import Resumable
 from slipstream.transport.weights import fingerprint_file
 from slipstream.types import GenerateRequest, PolicyVersion, Sampling
 
@@ -45,6 +49,9 @@ def weights(folder):
 
 def ask(name: str, seed: int = 0, **sampling) -> GenerateRequest:
     return GenerateRequest(name, np.array([70, 71, 72], np.int32), Sampling(seed=seed, **sampling))
+
+
+LONG = GenerateRequest("a/0", np.array([70, 71, 72], np.int32), Sampling(seed=0, max_tokens=250))
 
 
 async def test_64_requests_over_http_get_what_the_engine_gives_alone(folder):
@@ -91,17 +98,72 @@ async def test_weights_swap_while_requests_run_and_wrong_ones_are_refused(folder
     assert sum(count for _, count in completion.versions) == len(completion.tokens_N)
 
 
-def start(run_folder) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "slipstream.cli", "engine", "--run", str(run_folder)]
+async def test_a_completion_that_another_engine_ends_is_the_one_that_one_engine_gives(folder):
+    request = ask("r/0", seed=0, max_tokens=40)
+    engines = [EmbeddedEngine(folder, CONFIG, SEQ_LEN) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        ports = [await stack.enter_async_context(local_engine(engine)) for engine in engines]
+        whole = await ports[0].generate(request)
+        begun = Resumable(request, lambda piece: leaving.cancel() if begun.num_heard == 17 else None)
+        leaving = asyncio.create_task(ports[0].stream(begun.request, begun.hear))
+        await asyncio.wait([leaving])
+        before = begun.num_pieces
+        ended = begun.whole(await ports[1].stream(begun.request, begun.hear), before)
+    assert before >= 17 and len(ended.tokens_N) == len(whole.tokens_N) == 40
+    assert ended.tokens_N.tolist() == whole.tokens_N.tolist()
+    np.testing.assert_allclose(ended.logprobs_N, whole.logprobs_N, atol=1e-4)
+    assert ended.versions == whole.versions and ended.finish_reason == whole.finish_reason
+    assert ended.routing is not None and whole.routing is not None
+    assert ended.routing.start == whole.routing.start == 0 and ended.routing.valid_T.all()
+    assert np.array_equal(ended.routing.ids_TLK, whole.routing.ids_TLK)
+
+
+def start(run_folder, replica: int = 0) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "slipstream.cli", "engine", "--run", str(run_folder), "--replica", str(replica)]
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def run_of(folder, run_folder, replicas: int) -> None:
+    """A run folder for engines alone."""
+    section = {**CONFIG.model_dump(), "replicas": replicas}
+    config = validate(RunConfig, {"model": {"path": str(folder), "seq_len": SEQ_LEN}, "envs": [{"id": "reverse-text"}], "engine": section})
+    (run_folder / "config.toml").write_text(to_toml(config))
+
+
+@pytest.mark.slow
+async def test_a_stream_whose_engine_is_killed_goes_on_elsewhere_with_the_same_tokens(folder, weights, tmp_path):
+    run_of(folder, tmp_path, replicas=2)
+    processes = [start(tmp_path, i) for i in range(2)]
+    try:
+        async with EnginePool.of_run(tmp_path, replicas=2) as pool:
+            await pool.prepare(weights)
+            await pool.commit(1)
+            while len(list((tmp_path / "endpoints").iterdir())) < 2:  # noqa: ASYNC110 (a process of its own makes them)
+                await asyncio.sleep(0.05)
+            await pool.commit(1)
+            heard: list[int] = []
+            asking = asyncio.create_task(pool.stream(LONG, lambda piece: heard.extend(piece.tokens_N.tolist())))
+            while len(heard) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for process, file in zip(processes, sorted((tmp_path / "endpoints").iterdir()), strict=True):
+                endpoint = msgspec.json.decode(file.read_bytes())
+                async with HttpEngine(endpoint["url"], endpoint["token"]) as engine:
+                    if (await engine.state()).running:
+                        process.kill()
+            assert not asking.done()
+            streamed = await asking
+            whole = await pool.generate(replace(LONG, id="b/0"))
+        assert streamed.tokens_N.tolist() == whole.tokens_N.tolist() and heard == whole.tokens_N.tolist()[: len(heard)]
+        assert sum(process.poll() is not None for process in processes) == 1
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.slow
 async def test_a_killed_engine_process_comes_back_and_the_pool_goes_on_with_the_current_version(folder, weights, tmp_path):
-    config = validate(
-        RunConfig, {"model": {"path": str(folder), "seq_len": SEQ_LEN}, "envs": [{"id": "reverse-text"}], "engine": CONFIG.model_dump()}
-    )
-    (tmp_path / "config.toml").write_text(to_toml(config))
+    run_of(folder, tmp_path, replicas=1)
     process = start(tmp_path)
     try:
         async with EnginePool.of_run(tmp_path, replicas=1) as pool:

@@ -35,3 +35,12 @@ def test_a_prompt_that_was_nearly_all_cached_says_nothing_about_the_rate():
     load.answered(load.sent(10, 0.0), computed=10, prefill_s=1.0, sampled=1, took_s=1.0, now=1.0)
     load.sent(100, 1.0)
     assert load.look(100.0) == 100
+
+
+def test_the_time_for_a_token_weighs_answers_by_their_length():
+    load = Load()
+    for sampled, took_s in ((100, 1.0), (1, 1.0), (100, 1.0)):
+        load.answered(load.sent(10, 0.0), computed=10, prefill_s=0.0, sampled=sampled, took_s=took_s, now=1.0)
+    assert load.token_s < 0.02
+    load.reset()
+    assert (load.token_s, load.answers) == (0.0, 0)

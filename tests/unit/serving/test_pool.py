@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from slipstream.config.router import RouterConfig
-from slipstream.errors import EngineError, EngineUnavailable, StateError
-from slipstream.serving.client import EngineBusy
+from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, StateError
 from slipstream.serving.members import FolderSource
 from slipstream.serving.pool import MOST_SENDS, EnginePool
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Sampling

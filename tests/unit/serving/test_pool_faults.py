@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.config.router import RouterConfig
-from slipstream.errors import EngineError, EngineUnavailable, RequestError, StateError
-from slipstream.serving.client import EngineBusy
+from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, RequestError, StateError
 from slipstream.serving.members import DnsSource, FolderSource, UrlSource, source_of
 from slipstream.serving.pool import EnginePool, RouterFull
 from tests.unit.serving.test_pool import Process, ask, machine, until, until_ready  # noqa: F401 (a fixture)
@@ -128,6 +127,21 @@ async def test_a_health_check_notices_a_process_that_was_restarted_at_the_same_a
     engine.live = -1
     await until(lambda: not m.pool.fleet.named("engine-0").ready)
     assert m.pool.fleet.counts["down"] == 1
+
+
+async def test_a_request_that_fails_after_its_process_was_replaced_says_nothing_about_the_new_one(machine):  # noqa: F811
+    m = machine(1)
+    (first,) = await up(m, 1)
+    first.hold.clear()
+    call = asyncio.create_task(m.pool.generate(ask("s/0")))
+    await until(lambda: first.served)
+    first.alive = False
+    second = m.start(0, version=0)
+    await m.pool.abort(["x"])
+    await until(lambda: m.pool.fleet.named("engine-0").ready)
+    first.hold.set()
+    assert (await call).id == "s/0" and second.served == ["s/0"]
+    assert (m.pool.fleet.counts["down"], m.pool.retries) == (1, 1)
 
 
 async def test_a_slow_replica_is_kept_out_for_a_while_and_the_last_one_never(machine):  # noqa: F811

@@ -24,12 +24,17 @@ class Load:
     pending: float = 0.0
     """Prompt tokens that were sent and are presumably not computed yet."""
     answers: int = 0
-    token_s: float = 0.0
-    """Moving average of the whole time of a request by its sampled tokens, by the router's clock."""
+    _took_s: float = 0.0
+    _sampled: float = 0.0
     _sent: int = 0
     _rate: float = 0.0
     """Prompt tokens a second; 0: not known yet."""
     _looked_s: float = 0.0
+
+    @property
+    def token_s(self) -> float:
+        """The whole time of requests by their sampled tokens: moving averages of both, so that a short answer weighs little."""
+        return self._took_s / self._sampled if self._sampled else 0.0
 
     def look(self, now: float) -> float:
         """The pending tokens now."""
@@ -57,12 +62,12 @@ class Load:
         if computed >= ENOUGH_TOKENS and prefill_s > 0:
             self._rate = _moved(self._rate, computed / prefill_s)
         if sampled:
-            self.token_s = _moved(self.token_s, took_s / sampled)
+            self._took_s, self._sampled = _moved(self._took_s, took_s), _moved(self._sampled, sampled)
             self.answers += 1
 
     def reset(self) -> None:
         """Another process now: what is known of its speed is void; what is in flight is still in flight until it ends."""
-        self.answers, self.token_s, self._rate, self.pending = 0, 0.0, 0.0, 0.0
+        self.answers, self._took_s, self._sampled, self._rate, self.pending = 0, 0.0, 0.0, 0.0, 0.0
 
 
 def _moved(average: float, value: float) -> float:

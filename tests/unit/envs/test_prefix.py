@@ -3,8 +3,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.envs.tokens import TokenPrefix, TurnTokens
-from slipstream.errors import EnvError, ModelError
+from slipstream.chat.branches import Branches
+from slipstream.chat.prefix import TurnTokens
+from slipstream.errors import ModelError, RequestError
 from tests.unit.envs.made import SPECIAL, TEMPLATE, write_tokenizer
 
 LLAMA = """\
@@ -29,18 +30,19 @@ round_of_talk = st.tuples(st.lists(message, min_size=1, max_size=3), text, st.bo
 
 
 def talk(tokenizer, rounds):
-    """Play the rounds through a TokenPrefix; each is (new messages, reply text, whether the reply ends its turn itself)."""
-    prefix, messages, sampled = TokenPrefix(TurnTokens(tokenizer)), [], []
+    """Play the rounds through a Branches; each is (new messages, reply text, whether the reply ends its turn itself)."""
+    prefix, messages, sampled = Branches(TurnTokens(tokenizer)), [], []
     so_far_T = np.zeros(0, np.int32)
     for new, reply_text, ends in rounds:
         messages = [*messages, *new]
-        prompt_T, known = prefix.next_prompt(messages)
+        prompt = prefix.prompt(messages)
+        prompt_T, known = prompt.tokens_T, prompt.known
         assert known == len(so_far_T)
         assert np.array_equal(prompt_T[:known], so_far_T)
         assert tokenizer.decode(prompt_T) == tokenizer.render(messages)
         completion_T = tokenizer.encode(reply_text + ("<|im_end|>" if ends else ""))
         reply = {"role": "assistant", "content": reply_text}
-        prefix.add(messages, prompt_T, completion_T, reply)
+        prefix.add(prompt, completion_T, reply)
         messages.append(reply)
         so_far_T = np.concatenate([prompt_T, completion_T])
         sampled.append(completion_T)
@@ -61,10 +63,12 @@ def test_token_by_token_the_conversation_reads_as_the_whole_rendering(tokenizer,
 
 def test_a_conversation_that_goes_on_without_a_new_message_is_a_prefix_too(tokenizer):
     user, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    prefix = TokenPrefix(TurnTokens(tokenizer))
-    prompt_T, _ = prefix.next_prompt([user])
-    prefix.add([user], prompt_T, tokenizer.encode("b<|im_end|>"), reply)
-    next_T, known = prefix.next_prompt([user, reply])
+    prefix = Branches(TurnTokens(tokenizer))
+    prompt = prefix.prompt([user])
+    prompt_T = prompt.tokens_T
+    prefix.add(prompt, tokenizer.encode("b<|im_end|>"), reply)
+    after = prefix.prompt([user, reply])
+    next_T, known = after.tokens_T, after.known
     assert known == len(prompt_T) + 2
     assert tokenizer.decode(next_T) == tokenizer.render([user, reply])
 
@@ -72,9 +76,9 @@ def test_a_conversation_that_goes_on_without_a_new_message_is_a_prefix_too(token
 @pytest.mark.parametrize("edit", ["first", "reply", "dropped", "reply in place", "first in place"])
 def test_an_edited_conversation_is_rendered_afresh(tokenizer, edit):
     user, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    prefix = TokenPrefix(TurnTokens(tokenizer))
-    prompt_T, _ = prefix.next_prompt([user])
-    prefix.add([user], prompt_T, tokenizer.encode("b<|im_end|>"), reply)
+    prefix = Branches(TurnTokens(tokenizer))
+    prompt = prefix.prompt([user])
+    prefix.add(prompt, tokenizer.encode("b<|im_end|>"), reply)
     if edit.endswith("in place"):
         (reply if edit.startswith("reply") else user)["content"] = "other"
     messages = {
@@ -82,7 +86,8 @@ def test_an_edited_conversation_is_rendered_afresh(tokenizer, edit):
         "reply": [user, {"role": "assistant", "content": "x"}],
         "dropped": [user],
     }.get(edit, [user, reply])
-    next_T, known = prefix.next_prompt(messages)
+    after = prefix.prompt(messages)
+    next_T, known = after.tokens_T, after.known
     assert known == 0
     assert tokenizer.decode(next_T) == tokenizer.render(messages)
 
@@ -92,11 +97,12 @@ def test_tokens_that_were_sampled_stay_although_the_template_would_write_them_ot
     user, more = {"role": "user", "content": "a"}, {"role": "user", "content": "c"}
     reply = {"role": "assistant", "content": "hm</think>b"}
     for each, sampled, content in ((forgetful, "hm</think>b", None), (tokenizer, '<tool_call>{"name":"f"}</tool_call>', "")):
-        prefix = TokenPrefix(TurnTokens(each))
-        prompt_T, _ = prefix.next_prompt([user])
+        prefix = Branches(TurnTokens(each))
+        prompt = prefix.prompt([user])
         said = reply if content is None else {"role": "assistant", "content": content}
-        prefix.add([user], prompt_T, each.encode(f"{sampled}<|im_end|>"), said)
-        next_T, known = prefix.next_prompt([user, said, more])
+        prefix.add(prompt, each.encode(f"{sampled}<|im_end|>"), said)
+        after = prefix.prompt([user, said, more])
+        next_T, known = after.tokens_T, after.known
         assert known
         assert each.decode(next_T).startswith(each.render([user]) + sampled + "<|im_end|>\n<|im_start|>user\nc<|im_end|>")
 
@@ -131,12 +137,12 @@ def test_a_template_that_hides_replies_is_refused(tmp_path):
         TurnTokens(tokenizer)
 
 
-def test_messages_that_the_template_refuses_are_the_environments_fault(tokenizer):
+def test_messages_that_the_template_refuses_are_refused(tokenizer):
     turns = TurnTokens(tokenizer)
     bad = [{"role": "narrator", "content": ""}]
-    with pytest.raises(EnvError, match="narrator"):
+    with pytest.raises(RequestError, match="narrator"):
         turns.prompt(bad, ())
-    with pytest.raises(EnvError, match="narrator"):
+    with pytest.raises(RequestError, match="narrator"):
         turns.link(tokenizer.encode("b"), bad)
 
 

@@ -13,7 +13,7 @@ turn, the new messages, the generation prompt. It is cut out of a rendering in w
 and its end-of-turn token is left out where the completion already ends with it. For a template that renders a message independently
 of the ones before (ChatML, Llama 3), decoding these ids gives exactly the rendering of the whole conversation.
 
-Suffix T: tokens. Knows neither engines nor environments.
+Which earlier completion a conversation goes on from is `chat.branches`. Suffix T: tokens. Knows neither engines nor environments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from slipstream.chat.tokenizer import ChatTokenizer
-from slipstream.errors import EnvError, ModelError, RequestError
+from slipstream.errors import ModelError
 from slipstream.observe.metrics import plain
 from slipstream.types import IntArray
 
@@ -52,14 +52,11 @@ class TurnTokens:
         self._reply_start = len(tokenizer.render([_USER]))
 
     def prompt(self, messages: Sequence[dict], tools: Sequence[dict]) -> IntArray:
-        """Ids of a conversation's first prompt. Raises EnvError: the template refuses the messages."""
-        try:
-            return self._prompt(_key((messages, tools)))
-        except RequestError as error:
-            raise EnvError(str(error)) from None
+        """Ids of a conversation's first prompt. Raises RequestError: the template refuses the messages."""
+        return self._prompt(_key((messages, tools)))
 
     def link(self, completion_T: IntArray, new_messages: Sequence[dict]) -> IntArray:
-        """Ids between a completion and the next one, with `new_messages` in between. Raises EnvError: the template refuses them."""
+        """Ids between a completion and the next one, with `new_messages` in between. Raises RequestError: the template refuses them."""
         link_T = self._link(_key(new_messages))
         if self._end_index is None or not len(completion_T) or completion_T[-1] != link_T[self._end_index]:
             return link_T
@@ -78,11 +75,7 @@ class TurnTokens:
 
     def _after_marker(self, new_messages: Sequence[dict], generation: bool) -> str:
         conversation = [_USER, {"role": "assistant", "content": _MARKER}, *new_messages]
-        try:
-            text = self.tokenizer.render(conversation, add_generation_prompt=generation)
-        except RequestError as error:
-            raise EnvError(str(error)) from None
-        _, marker, after = text.partition(_MARKER)
+        _, marker, after = self.tokenizer.render(conversation, add_generation_prompt=generation).partition(_MARKER)
         if not marker:
             raise ModelError("the chat template does not show the content of assistant messages; use another template")
         return after
@@ -90,30 +83,3 @@ class TurnTokens:
 
 def _key(value: Any) -> bytes:
     return msgspec.json.encode(value, enc_hook=plain)
-
-
-class TokenPrefix:
-    """The token sequence of one conversation as it grows."""
-
-    def __init__(self, turn_tokens: TurnTokens):
-        self._turn_tokens = turn_tokens
-        self._messages: list[dict[str, Any]] = []
-        self._tokens_T: IntArray = np.zeros(0, np.int32)
-        self._completion_T: IntArray = np.zeros(0, np.int32)
-
-    def next_prompt(self, messages: Sequence[dict], tools: Sequence[dict] = ()) -> tuple[IntArray, int]:
-        """Prompt ids for the assistant's next message, and how many of them are the tokens so far (0: a fresh start).
-
-        A conversation that does not go on from the one before (messages edited, dropped, or summarised) is rendered afresh.
-        """
-        known = len(self._messages)
-        if not known or list(messages[:known]) != self._messages:
-            return self._turn_tokens.prompt(messages, tools), 0
-        link_T = self._turn_tokens.link(self._completion_T, messages[known:])
-        return np.concatenate([self._tokens_T, link_T]), len(self._tokens_T)
-
-    def add(self, messages: Sequence[dict], prompt_T: IntArray, completion_T: IntArray, reply: dict) -> None:
-        """Record a turn: `messages` was rendered as `prompt_T`, and `completion_T` came back, parsed as `reply`."""
-        self._messages = [*(dict(message) for message in messages), dict(reply)]
-        self._tokens_T = np.concatenate([prompt_T, completion_T])
-        self._completion_T = completion_T

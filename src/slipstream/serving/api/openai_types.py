@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from slipstream.engine.http import FieldError
+from slipstream.serving.api.http import FieldError
 from slipstream.types import Sampling
 
 MAX_CHOICES = 128
@@ -26,7 +26,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     """What both routes share."""
 
     model: str | None = None
-    """Any name: one server has one model, and the answer says which."""
+    """The gateway answers 404 where it is another than its policy's; an engine's own server accepts any name and says which it has."""
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None

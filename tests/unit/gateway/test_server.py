@@ -1,0 +1,77 @@
+"""`slipstream gateway` as a process of its own, in front of engines in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+import openai
+import pytest
+
+from slipstream.config.gateway import GatewayConfig
+from slipstream.errors import ConfigError
+from slipstream.serving.gateway import server
+from tests.unit.server.conftest import TOKEN, folder, serve, tokenizer  # noqa: F401 (fixtures)
+from tests.unit.server.scripted import ScriptedEngine
+
+ASK = [{"role": "user", "content": "Hello"}]
+
+
+async def started(*args: str) -> tuple[asyncio.subprocess.Process, str, str]:
+    """The process, its URL and its token."""
+    argv = [sys.executable, "-m", "slipstream.cli", "gateway", *args]
+    env = {**os.environ, server.TOKEN_ENV: TOKEN}
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, env=env)
+    assert process.stdout is not None
+    said = [(await process.stdout.readline()).decode() for _ in range(3)]
+    url, token = re.search(r"http://[^/ ]+(?=/v1)", said[0]), re.search(r"token: (\S+)", said[1])
+    assert url and token, said
+    return process, url.group(), token.group(1)
+
+
+async def test_it_stands_in_front_of_several_engines_and_ends_cleanly(serve, folder):  # noqa: F811
+    def engine() -> ScriptedEngine:
+        return ScriptedEngine(lambda _: [5, 6, 7], seq_len=300)
+
+    engines = [await serve(engine()) for _ in range(2)]
+    process, url, token = await started(*(served.url for served in engines), "--model", str(folder))
+    try:
+        async with openai.AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key=token, max_retries=0) as client:
+            [model] = [card async for card in client.models.list()]
+            assert model.id == "scripted-model" and model.model_dump()["max_model_len"] == 300
+            stream = await client.chat.completions.create(model=model.id, messages=ASK, stream=True)
+            assert len([chunk async for chunk in stream]) > 2
+        asks = [openai.AsyncOpenAI(base_url=f"{url}/sessions/{i}/v1", api_key=token, max_retries=0) for i in range(4)]
+        await asyncio.gather(*(client.chat.completions.create(model=model.id, messages=ASK) for client in asks))
+        for client in asks:
+            await client.close()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    assert all(served.engine.added for served in engines), "both engines are used"
+
+
+@pytest.mark.parametrize(
+    ("targets", "model", "part"),
+    [
+        (["nowhere"], None, "neither a URL nor a run folder"),
+        (["a", "b"], None, "serves one run"),
+        (["http://127.0.0.1:1", "runs/x"], None, "not both"),
+        (["http://127.0.0.1:1"], None, "--model"),
+        (["http://127.0.0.1:1"], "folder", "no engine answers at"),
+    ],
+)
+def test_what_is_wrong_with_its_targets_is_said_before_it_serves(targets: Sequence[str], model, part, folder, monkeypatch):  # noqa: F811
+    monkeypatch.setenv(server.TOKEN_ENV, TOKEN)
+    with pytest.raises(ConfigError, match=part):
+        server.serve(targets, folder if model else None, GatewayConfig())
+
+
+def test_engines_by_url_need_a_token(folder, monkeypatch):  # noqa: F811
+    monkeypatch.delenv(server.TOKEN_ENV, raising=False)
+    with pytest.raises(ConfigError, match=server.TOKEN_ENV):
+        server.serve(["http://127.0.0.1:1"], folder, GatewayConfig())
