@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def main() -> None:
     runs = []
     for dtype in ("float32", "bfloat16"):
         started = time.perf_counter()
-        rows = asyncio.run(sample_rows(config, dtype, tokens))
+        rows = asyncio.run(sample_rows(config, {"dtype": dtype}, tokens))
         sampled_s = time.perf_counter() - started
         for replay in (True, False):
             started = time.perf_counter()
@@ -99,11 +99,12 @@ def main() -> None:
     finish("replay_kl", headline, runs, setting, COLUMNS, notes)
 
 
-async def sample_rows(config: RunConfig, dtype: str, min_tokens: int) -> tuple[MicroBatch, ...]:
-    """Rollouts of the run's first environment with at least `min_tokens` sampled tokens, as the trainer's packed rows."""
+async def sample_rows(config: RunConfig, settings: Mapping[str, Any], min_tokens: int) -> tuple[MicroBatch, ...]:
+    """Rollouts of the run's first environment with at least `min_tokens` sampled tokens, as the trainer's packed rows. `settings`: of the
+    engine, in place of the run's."""
     env_config = config.envs[0]
     env = load_env(env_config, config.seed)
-    engine_config = config.engine.replace(dtype=dtype)
+    engine_config = config.engine.replace(**settings)
     engine = EmbeddedEngine(config.model.path, engine_config, config.model.seq_len, seed=config.seed, version=0)
     rollouts: list[Rollout] = []
     async with local_engine(engine) as port:

@@ -17,6 +17,7 @@ from benchmarks import (
     _sft_peers,
     _step_ceiling,
     engine,
+    fp8_engine,
     kv_tiers,
     parity_families,
     rl_vs_trl,
@@ -28,6 +29,7 @@ from benchmarks._ceilings import training_products
 from benchmarks._process import PeerError
 from benchmarks._runs import run_config
 
+from slipstream.config.serve import EngineConfig
 from slipstream.jobs.make_model import make
 from slipstream.models import hf
 from slipstream.models.maker import PRESETS
@@ -104,6 +106,17 @@ def test_the_simulated_pool_plays_every_turn_and_is_a_function_of_its_seed():
 
     assert play("kv_aware") == play("kv_aware")
     assert play("kv_aware")["hit_rate"] > play("round_robin_each")["hit_rate"] > 0
+
+
+def test_the_bytes_of_an_fp8_engine_are_those_of_its_codes(tmp_path):
+    folder = fp8_engine.preset(tmp_path / "model", "tiny-moe")
+    found = {name: fp8_engine._measure(folder, EngineConfig(**settings)) for name, settings in fp8_engine.ENGINES.items()}
+    plain, fp8 = found["bfloat16"], found[fp8_engine.BOTH]
+    assert found["float32"]["weight_mib"] == 2 * plain["weight_mib"]
+    assert fp8["matrices_mib"] / plain["matrices_mib"] == pytest.approx(0.5, rel=1e-3)
+    assert plain["weight_mib"] - fp8["weight_mib"] == pytest.approx(plain["matrices_mib"] - fp8["matrices_mib"])
+    assert fp8["kv_mib"] / plain["kv_mib"] == 17 / 32 and found["float8"]["kv_mib"] == plain["kv_mib"]
+    assert all(row["kv_counted_mib"] == pytest.approx(row["kv_mib"], rel=0.01) for row in found.values())
 
 
 class FakePeer:

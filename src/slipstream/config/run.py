@@ -178,3 +178,29 @@ class RunConfig(Section):
                     f"envs[{env.label}].sampling.temperature = 0: greedy rollouts of a group are all the same; use a temperature above 0"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _trainer_and_engine_round_alike(self):
+        if self.model.impl == "hf" and self.engine.dtype == "float8":
+            raise ValueError(
+                'model.impl = "hf" and engine.dtype = "float8": the precision map knows our own matrices only; set '
+                'engine.dtype = "bfloat16" or "float32"'
+            )
+        if self.trainer.publish == "float8" and self.engine.dtype != "float8":
+            raise ValueError(
+                f'trainer.publish = "float8" and engine.dtype = {self.engine.dtype!r}: the engine would sample from rounded weights '
+                'that it does not multiply in FP8; set engine.dtype = "float8", or trainer.publish = "compute"'
+            )
+        quantises = self.trainer.dtype == "float8" or self.trainer.publish == "float8"
+        if quantises and self.engine.dtype == "float8" and self.engine.fp8_scales != self.trainer.fp8_scales:
+            raise ValueError(
+                f"trainer.fp8_scales = {self.trainer.fp8_scales!r} and engine.fp8_scales = {self.engine.fp8_scales!r}: trainer and engine "
+                "would multiply different codes; set both to the same"
+            )
+        lower = self.trainer.dtype != "float32" and self.engine.dtype != "float32"
+        if lower and self.trainer.head_dtype != self.engine.head_dtype:
+            raise ValueError(
+                f"trainer.head_dtype = {self.trainer.head_dtype!r} and engine.head_dtype = {self.engine.head_dtype!r}: one would round "
+                "logits and the other not, so that they disagree about every token; set both to the same"
+            )
+        return self

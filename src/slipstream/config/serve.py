@@ -23,9 +23,14 @@ class EngineConfig(Section):
     """0: a free port, told to the other roles through the run folder. Replica i listens on port + i."""
     dtype: Literal["float32", "bfloat16", "float8"] = "float32"
     """float8: bfloat16, with the matrices of the precision map multiplied in block-scaled FP8, with the codes of trainer.dtype = "float8";
-    emulated on the CPU, for its numbers and not for speed."""
+    these are all that is held of them, half the memory. Emulated on the CPU, for its numbers and not for speed."""
     fp8_scales: Literal["float32", "power_of_two"] = "float32"
     """Of float8, as trainer.fp8_scales."""
+    kv_dtype: Literal["auto", "float8"] = "auto"
+    """Keys and values in the cache. auto: float32 with dtype = "float32", else bfloat16. float8: E4M3 with a scale for each token and head,
+    about half of bfloat16; index keys of sparse attention stay as they are."""
+    head_dtype: Literal["auto", "float32"] = "auto"
+    """Of the product of hidden states and head, as trainer.head_dtype."""
     block_tokens: int = Field(default=16, ge=1)
     """Tokens in a KV block."""
     kv_memory_mib: int = Field(default=128, ge=1)

@@ -178,6 +178,14 @@ class TrainerConfig(Section):
     feed-forward layers multiplied in block-scaled FP8 (E4M3); emulated on the CPU, for its numbers and not for speed."""
     fp8_scales: Literal["float32", "power_of_two"] = "float32"
     """Of float8. power_of_two: scales rounded up to a power of two (as UE8M0 stores them), so that applying them is exact."""
+    head_dtype: Literal["auto", "float32"] = "auto"
+    """Of the product of hidden states and head. auto: the compute dtype, which rounds logits to it. float32: nothing is rounded between
+    hidden states and logprobs (MiniMax-M1, arXiv 2506.13585, section 3.2, found this to be what set trainer and engine apart). Routers
+    compute in float32 always."""
+    publish: Literal["compute", "float8"] = "compute"
+    """In what form engines get the weights. compute: in the compute dtype. float8: the matrices of the precision map as E4M3 codes with a
+    float32 scale for each block of 128 x 128 (with `fp8_scales`), half the bytes of bfloat16; needs engine.dtype = "float8", which then
+    multiplies these codes. What is exported at the end of a run is never quantised."""
     row_tokens: int = Field(default=4096, gt=0)
     """Tokens in a packed row (one micro-batch). A sample longer than this is a config error for model.seq_len above it."""
     logprob_chunk_tokens: int = Field(default=1024, gt=0)

@@ -27,13 +27,13 @@ from slipstream.engine.weights import LiveWeights
 from slipstream.errors import ConfigError
 from slipstream.launch.ranks import free_port
 from slipstream.launch.topology import ranks
-from slipstream.models.fp8 import multiply_in_fp8
+from slipstream.models.fp8 import load_in_fp8
 from slipstream.models.hf import hf_tensors, hf_views
 from slipstream.models.load import build_model, load_model
 from slipstream.models.matrices import is_matrix
 from slipstream.models.spec import ModelSpec
 from slipstream.models.tensor_file import TensorStream
-from slipstream.ops.fp8_weight import Fp8Errors, Fp8Weight
+from slipstream.ops.fp8_weight import Fp8Weight
 from slipstream.trainer.precision import Weights
 from slipstream.trainer.publish import publish
 from slipstream.transport.codec import encode_batch
@@ -261,8 +261,7 @@ def _precision_map(folder: Path, trainer_config: TrainerConfig) -> Iterator[Row]
     fp8 = trainer_config.replace(dtype="float8", optim={"type": "adamw"}, parallel={})
     compute = Weights(load_model(folder), fp8).compute
     trainer = {name: weight for name, weight in compute.named_parameters() if isinstance(weight, Fp8Weight)}
-    served = load_model(folder, torch.bfloat16)
-    multiply_in_fp8(served, fp8.fp8_scales == "power_of_two", Fp8Errors())
+    served = load_in_fp8(folder, fp8.fp8_scales == "power_of_two")
     engine = {name: weight for name, weight in served.named_parameters() if isinstance(weight, Fp8Weight)}
     mapped = {name for name in hf_views(compute) if is_matrix(name)}
     known = set(hf_views(compute, dict(trainer.items())))

@@ -85,7 +85,8 @@ class EmbeddedEngine:
                 f"model.seq_len = {seq_len} is more than the {spec.max_positions} positions of the model in {folder}: lower model.seq_len"
             )
         self._capture = config.capture_routing and bool(spec.moe_layers)
-        self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, self._capture)
+        fp8_kv = config.kv_dtype == "float8"
+        self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, self._capture, fp8_kv)
         self._table = SlotTable(config.max_running, seq_len, config.block_tokens)
         speculation = config.speculation
         self._drafter = Drafter(self._table, speculation) if isinstance(speculation, PromptLookup) else None
@@ -105,7 +106,8 @@ class EmbeddedEngine:
             self.sources.append(self.tiers)
             self._scheduler.prefix.reclaimed = self.tiers.save
         self._bound_age(version)
-        self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts)
+        wide_head = config.head_dtype == "float32"
+        self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts, wide_head)
         self._random = np.random.default_rng(seed)
         self._by_id: dict[str, Sequence] = {}
         self._ended: list[Completion] = []
@@ -425,6 +427,16 @@ class EmbeddedEngine:
     def expert_load(self) -> np.ndarray:
         """[L, E]: tokens that each expert of each MoE layer has processed."""
         return self._runner.expert_load_LE
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights: those that are live, prepared and spare."""
+        return self._weights.resident_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV pool, used or not."""
+        return self._cache.nbytes
 
     @property
     def kv_age_max(self) -> int:

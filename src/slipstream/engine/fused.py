@@ -19,6 +19,7 @@ from slipstream.models.language_model import LanguageModel
 from slipstream.models.layers import Attention, Block, DenseFFN, Experts, MoE
 from slipstream.models.rotary import rope_tables
 from slipstream.models.spec import ModelSpec
+from slipstream.ops.fp8_kv import Fp8Pages
 from slipstream.ops.fused import FusedDecoder, FusedLayer, FusedSizes, can_fuse
 
 MAX_MATRIX_BYTES = 2 << 20
@@ -39,9 +40,11 @@ one, rotated whole, seeing all of their past."""
 
 
 def bind(model: LanguageModel, cache: KvCache, load_LE: np.ndarray) -> FusedDecoder | None:
-    """None: this model needs its own forward pass. `load_LE` is counted up by every step."""
+    """None: this model, or a cache in FP8, needs the model's own forward pass. `load_LE` is counted up by every step."""
     if not isinstance(model, Decoder) or any("forward" in vars(module) for module in model.modules()):
         return None  # no model of ours, or one in which a part was replaced from outside: shared experts
+    if isinstance(cache.keys[0], Fp8Pages):
+        return None
     spec = model.spec
     counts = [spec.hidden, *((spec.num_experts, spec.expert_intermediate) if spec.moe_layers else ())]
     if len(spec.moe_layers) < spec.num_layers:
@@ -74,7 +77,8 @@ def _layer(block: Block, cache: KvCache, index: int) -> FusedLayer:
     attention, ffn = block.attention, block.ffn
     assert isinstance(attention, Attention)
     weights = ffn.experts if isinstance(ffn, MoE) else ffn
-    assert isinstance(weights, Experts | DenseFFN)
+    keys, values = cache.keys[index], cache.values[index]
+    assert isinstance(weights, Experts | DenseFFN) and isinstance(keys, Tensor) and isinstance(values, Tensor)
     return FusedLayer(
         attention_norm=block.attention_norm,
         qkv=attention.qkv,
@@ -82,8 +86,8 @@ def _layer(block: Block, cache: KvCache, index: int) -> FusedLayer:
         ffn_norm=block.ffn_norm,
         gate_up=weights.gate_up,
         down=weights.down,
-        keys=cache.keys[index],
-        values=cache.values[index],
+        keys=keys,
+        values=values,
         router=ffn.router if isinstance(ffn, MoE) else None,
         q_norm=attention.q_norm,
         k_norm=attention.k_norm,

@@ -25,6 +25,8 @@ import torch
 from slipstream.engine.room import MIB, MIN_BLOCKS, block_bytes, routing_item_bytes
 from slipstream.errors import ConfigError, StateError
 from slipstream.models.spec import ModelSpec
+from slipstream.ops.attention import Pages
+from slipstream.ops.fp8_kv import Fp8Pages
 from slipstream.ops.native import in_large_pages
 
 
@@ -112,19 +114,26 @@ class BlockPool:
             raise StateError("a KV block is twice in the free list, or cached without an entry in the prefix cache")
 
 
-class KvCache:
-    """The arrays. `keys[layer]` and `values[layer]` are [N, B, G, d]; `index_keys[layer]` is [N, B, i] where a layer chooses what it sees
-    (sparse attention); `routing` is [N * B, L, K]; `versions_N` says who wrote a block."""
+def _arrays(pages: Pages) -> tuple[torch.Tensor, ...]:
+    return (pages.codes, pages.scales) if isinstance(pages, Fp8Pages) else (pages,)
 
-    def __init__(self, spec: ModelSpec, block_tokens: int, memory_mib: int, dtype: torch.dtype, capture: bool) -> None:
+
+class KvCache:
+    """The arrays. `keys[layer]` and `values[layer]` are [N, B, G, d], or that in FP8 (`ops.fp8_kv`); `index_keys[layer]` is [N, B, i] where
+    a layer chooses what it sees (sparse attention); `routing` is [N * B, L, K]; `versions_N` says who wrote a block."""
+
+    def __init__(self, spec: ModelSpec, block_tokens: int, memory_mib: int, dtype: torch.dtype, capture: bool, fp8: bool = False) -> None:
+        """`dtype`: of keys and values, but with `fp8`; of index keys. They only choose, and a choice cannot be replayed: never FP8."""
         self.block_tokens = block_tokens
         self.num_moe_layers = len(spec.moe_layers) if capture else 0
         self.row_dtype: np.dtype[Any] = np.dtype(f"u{routing_item_bytes(spec)}")
-        self.num_blocks = self._count(memory_mib, block_bytes(spec, block_tokens, dtype.itemsize, capture))
+        self.num_blocks = self._count(memory_mib, block_bytes(spec, block_tokens, dtype.itemsize, capture, fp8))
         shape = (self.num_blocks, block_tokens, spec.num_kv_heads, spec.head_dim)
-        self.keys, self.values = (
-            [in_large_pages(torch.empty(shape, dtype=dtype)).zero_() for _ in range(spec.num_layers)] for _ in range(2)
-        )
+
+        def pages() -> Pages:
+            return Fp8Pages.zeros(shape) if fp8 else in_large_pages(torch.empty(shape, dtype=dtype)).zero_()
+
+        self.keys, self.values = ([pages() for _ in range(spec.num_layers)] for _ in range(2))
         self.index_keys = {
             layer: torch.zeros(self.num_blocks, block_tokens, spec.indexer.head_dim, dtype=dtype)
             for layer in spec.index_layers
@@ -137,7 +146,13 @@ class KvCache:
     def parts(self, layer: int) -> tuple[torch.Tensor, ...]:
         """Every array that holds something of this layer, each [N, ...]: what a block is made of, for whoever moves blocks."""
         index = (self.index_keys[layer],) if layer in self.index_keys else ()
-        return (self.keys[layer], self.values[layer], *index)
+        return (*_arrays(self.keys[layer]), *_arrays(self.values[layer]), *index)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all blocks."""
+        arrays = sum(array.nbytes for layer in range(len(self.keys)) for array in self.parts(layer))
+        return arrays + self.routing.nbytes + self.versions_N.nbytes
 
     def rows(self, blocks: np.ndarray, start: int, end: int) -> np.ndarray:
         """[end - start, L, K]: routing rows of these positions of the sequence that holds `blocks`. Copied by the block, not by the row."""

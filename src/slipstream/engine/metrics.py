@@ -76,6 +76,8 @@ def engine_values(driver: EngineDriver) -> dict[str, float]:
         "engine/speculation/accepted": engine.speculation.accepted,
         "engine/speculation/acceptance_frac": engine.speculation.acceptance,
         "engine/speculation/tokens_per_step": engine.speculation.tokens_per_step,
+        "engine/memory/weight_mib": engine.weight_bytes / 2**20,
+        "engine/memory/kv_mib": engine.kv_bytes / 2**20,
         "engine/memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
         **engine.block_values(),
         **driver.more_values(),

@@ -8,6 +8,8 @@ from slipstream.models.spec import ModelSpec
 
 MIB = 1 << 20
 MIN_BLOCKS = 2
+SCALE_FEATURES = 128
+"""Features of a head that share a scale in an FP8 cache; a scale is a byte (`ops.fp8_kv`)."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8": 2}
 
 
@@ -16,9 +18,13 @@ def routing_item_bytes(spec: ModelSpec) -> int:
     return 1 if spec.num_experts <= 256 else 2
 
 
-def block_bytes(spec: ModelSpec, block_tokens: int, item_bytes: int, capture: bool) -> int:
-    """Bytes of one KV block over all layers: keys, values, index keys of sparse attention, and with `capture` the routing rows."""
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item_bytes
+def block_bytes(spec: ModelSpec, block_tokens: int, item_bytes: int, capture: bool, fp8: bool = False) -> int:
+    """Bytes of one KV block over all layers: keys, values, index keys of sparse attention, and with `capture` the routing rows.
+
+    `fp8`: keys and values are a byte each and have scales; index keys are not, they stay as they are.
+    """
+    head_bytes = spec.head_dim - (-spec.head_dim // SCALE_FEATURES) if fp8 else spec.head_dim * item_bytes
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * head_bytes
     if spec.indexer is not None:
         token_bytes += len(spec.index_layers) * spec.indexer.head_dim * item_bytes
     if capture:
@@ -28,11 +34,11 @@ def block_bytes(spec: ModelSpec, block_tokens: int, item_bytes: int, capture: bo
 
 def check_room(spec: ModelSpec, config: EngineConfig, seq_len: int) -> None:
     """Refuse a pool that cannot hold one sequence of `seq_len` tokens: it would fail whenever one grows that long. Raises ConfigError."""
-    size = block_bytes(spec, config.block_tokens, _ITEM_BYTES[config.dtype], config.capture_routing)
+    size = block_bytes(spec, config.block_tokens, _ITEM_BYTES[config.dtype], config.capture_routing, fp8=config.kv_dtype == "float8")
     needed = max(MIN_BLOCKS, -(-(seq_len - 1) // config.block_tokens))  # the last token is sampled, never processed
     if config.kv_memory_mib * MIB // size < needed:
         smallest = -(-needed * size // MIB)
         raise ConfigError(
             f"engine.kv_memory_mib = {config.kv_memory_mib} and model.seq_len = {seq_len}: one sequence of that length needs {needed} KV "
-            f"blocks of {size / MIB:.2f} MiB; use engine.kv_memory_mib = {smallest} or more, or a smaller model.seq_len"
+            f"blocks of {size / 1024:.1f} KiB; use engine.kv_memory_mib = {smallest} or more, or a smaller model.seq_len"
         )

@@ -27,6 +27,7 @@ from slipstream.models.context import Expand, native_route
 from slipstream.models.language_model import LanguageModel
 from slipstream.ops import Sight, paged_attention, paged_index, write_index, write_kv
 from slipstream.ops.fused import FusedDecoder
+from slipstream.ops.logprobs import wide_logits
 
 MIN_ROWS = 4
 """Row-invariant fp32 products need at least this many rows (measured with MKL; bf16 has no such limit)."""
@@ -90,9 +91,11 @@ class PagedContext:
 class Runner:
     """Binds the slot table and the KV cache to a model of this shape."""
 
-    def __init__(self, table: SlotTable, cache: KvCache, head_dim: int, num_experts: int) -> None:
+    def __init__(self, table: SlotTable, cache: KvCache, head_dim: int, num_experts: int, wide_head: bool = False) -> None:
+        """`wide_head`: logits in fp32 of whatever hidden states."""
         self._table = table
         self._cache = cache
+        self._wide_head = wide_head
         self._scale = head_dim**-0.5
         self._bound: LanguageModel | None = None
         self._fused: FusedDecoder | None = None
@@ -106,18 +109,23 @@ class Runner:
         token, and of each guess behind it."""
         if model is not self._bound:
             self._bound, self._fused = model, bind(model, self._cache, self.expert_load_LE)
-            self._min_rows = MIN_ROWS if self._fused is None and model.dtype == torch.float32 else 1
+            narrow = model.dtype != torch.float32 and not self._wide_head
+            self._min_rows = 1 if narrow or self._fused is not None else MIN_ROWS
         batch = self._flat(plan)
         hidden_TD = self._forward_fused(self._fused, batch) if self._fused is not None else self._forward(model, batch, plan.num_tokens)
-        head = self._fused or model
         if plan.num_tokens == plan.num_decode:
-            return head.logits(hidden_TD)[: plan.num_tokens].float()
+            return self._logits(model, hidden_TD)[: plan.num_tokens]
         ends_S, rows_S = batch.query_starts_S1[1 : len(plan.slots_S) + 1], plan.samples_S * (1 + plan.drafts_S)
         rows = np.arange(rows_S.sum()) + np.repeat(ends_S - np.cumsum(rows_S), rows_S)
         if not len(rows):
             return torch.zeros(0, model.spec.vocab_size)
         padded = np.concatenate([rows, np.repeat(rows[:1], max(0, self._min_rows - len(rows)))])
-        return head.logits(hidden_TD[torch.from_numpy(padded)])[: len(rows)].float()
+        return self._logits(model, hidden_TD[torch.from_numpy(padded)])[: len(rows)]
+
+    def _logits(self, model: LanguageModel, hidden_TD: torch.Tensor) -> torch.Tensor:
+        if self._wide_head and self._fused is None:
+            return wide_logits(hidden_TD, model.head_weight)
+        return (self._fused or model).logits(hidden_TD).float()
 
     def uncount(self, slots_T: np.ndarray) -> None:
         """Tokens that the last step processed in these KV slots are not part of any sequence: take them out of the experts' load."""

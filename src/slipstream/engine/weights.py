@@ -13,12 +13,11 @@ import torch
 
 from slipstream.errors import EngineError, ModelError
 from slipstream.models.fill import load_hf_tensors
-from slipstream.models.fp8 import multiply_in_fp8
+from slipstream.models.fp8 import empty_in_fp8, load_in_fp8, resident_bytes
 from slipstream.models.hf import TensorFiles
 from slipstream.models.impl import Impl
 from slipstream.models.language_model import LanguageModel
 from slipstream.models.load import load_model
-from slipstream.ops.fp8_weight import Fp8Weight, Uncounted
 from slipstream.transport.weights import TENSORS_FILE, fingerprint, fingerprint_file, read_header, verify
 from slipstream.types import PolicyVersion
 
@@ -27,12 +26,19 @@ class LiveWeights:
     """Which policy version samples, and which one is ready to."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, number: int, impl: Impl = "auto", fp8: str | None = None) -> None:
-        """Loads the model folder as version `number`. `fp8`: the kind of scales (`engine.fp8_scales`) to multiply in FP8 with, or None.
+        """Loads the model folder as version `number`. `fp8`: the kind of scales (`engine.fp8_scales`) to multiply in FP8 with, or None;
+        then the matrices are held as codes alone, whatever the folder and later versions hold.
 
         Raises ModelError when it cannot be used.
         """
-        self._fp8 = fp8
-        self.model: LanguageModel = _quantised(self.load(folder, dtype, impl).eval().requires_grad_(False), fp8)
+        if fp8 is not None and impl == "hf":
+            raise ModelError(
+                'engine.dtype = "float8" and model.impl = "hf": the precision map knows our own matrices only; '
+                'set engine.dtype = "bfloat16"'
+            )
+        self._power_of_two = None if fp8 is None else fp8 == "power_of_two"
+        loaded = self.load(folder, dtype, impl) if self._power_of_two is None else load_in_fp8(folder, self._power_of_two)
+        self.model: LanguageModel = loaded.eval().requires_grad_(False)
         self.number = number
         self.fingerprint = fingerprint_folder(folder)
         self.prepared: PolicyVersion | None = None
@@ -59,12 +65,9 @@ class LiveWeights:
             tensors = TensorFiles(version.path)
         except ModelError as error:
             raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
-        spare = self._spare or _quantised(copy.deepcopy(self.model), self._fp8)
+        spare = self._spare or self._another()
         try:
             self.fill(spare, tensors)
-            for weight in spare.parameters():
-                if isinstance(weight, Fp8Weight):
-                    weight.requantise()
         except ModelError as error:
             self._spare = spare
             raise EngineError(f"policy version {version.number} cannot be prepared: {error}") from error
@@ -86,11 +89,16 @@ class LiveWeights:
         self._prepared_model = self.prepared = None
         return True
 
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the weights that are live, prepared and spare."""
+        return sum(resident_bytes(model) for model in (self.model, self._prepared_model, self._spare) if model is not None)
 
-def _quantised(model: LanguageModel, fp8: str | None) -> LanguageModel:
-    if fp8 is not None:
-        multiply_in_fp8(model, fp8 == "power_of_two", Uncounted())
-    return model
+    def _another(self) -> LanguageModel:
+        """A model of the same shape, to be filled."""
+        if self._power_of_two is None:
+            return copy.deepcopy(self.model)
+        return empty_in_fp8(self.model.spec, self._power_of_two).eval()
 
 
 def fingerprint_folder(folder: Path) -> str:

@@ -1,13 +1,15 @@
 """From the tensors of a checkpoint into parameters, or into the parts of them that a process keeps, one tensor at a time.
 
-Weights in block-scaled FP8 are read (a tensor and its scales, see `matrices`) and never written. Tensors of prediction layers, which a
-model does not have, are carried from folder to folder.
+Weights in block-scaled FP8 are read (a tensor and its scales, see `matrices`): as what they stand for, or as they are into parameters that
+hold codes. Tensors of prediction layers, which a model does not have, are carried from folder to folder.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -20,7 +22,8 @@ from slipstream.models.matrices import SCALE_SUFFIX, TILE
 from slipstream.models.places import Place, places
 from slipstream.models.spec import ModelSpec
 from slipstream.models.tensor_file import Items, TensorStream, num_bytes
-from slipstream.ops.fp8 import WEIGHT, Quantised
+from slipstream.ops.fp8 import WEIGHT, Quantised, quantise
+from slipstream.ops.fp8_weight import Fp8Weight
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("_scale", "_scale_inv", "_scales")
@@ -33,8 +36,8 @@ _NAMED = 20
 
 
 def load_hf_tensors(model: LanguageModel, tensors: Mapping[str, Tensor], files: Mapping[str, Path] | None = None) -> None:
-    """`fill` the whole of the model, converting to its dtype."""
-    own = {name: p.detach() for name, p in model.named_parameters()}
+    """`fill` the whole of the model, converting to its dtype, or to codes where it has nothing else (`models.fp8`)."""
+    own = {name: p if isinstance(p, Fp8Weight) else p.detach() for name, p in model.named_parameters()}
     table = places(model.names, model.spec, {name: p.shape for name, p in own.items()})
     fill({name: [(tensor, (0,) * tensor.ndim)] for name, tensor in own.items()}, table, model.spec, model.tied_names, tensors, files)
 
@@ -50,8 +53,9 @@ def fill(
 ) -> None:
     """Copy of `tensors` (HF names) what belongs into `held`; FP8 is dequantised block by block.
 
-    `held`: our names; boxes of the parameter: (memory, where in the whole it begins). `table`: places of all tensors of the model, also of
-    those of which nothing is held. `tied`: `LanguageModel.tied_names`. `files` (tensor to file) makes errors say where.
+    `held`: our names; boxes of the parameter: (memory, where in the whole it begins), or a whole `Fp8Weight` without values, which takes
+    the codes of tensors in FP8 as they are, and quantises others. `table`: places of all tensors of the model, also of those of which
+    nothing is held. `tied`: `LanguageModel.tied_names`. `files` (tensor to file) makes errors say where.
     Raises ModelError, before anything is changed: a tensor is missing, unexpected, of another shape or not of a float type, or FP8 without
     the scales that go with it; afterwards: a value is not finite.
     """
@@ -61,12 +65,31 @@ def fill(
         raise ModelError(f"the weights do not fit the {spec.family} model: {listed(problems)}")
     for place in table:
         for memory, starts in held.get(place.ours, ()):
+            if isinstance(memory, Fp8Weight):
+                _fill_codes(memory, place, tensors, files)
+                continue
             found = place.within(memory, starts)
             if found is None:
                 continue
             target, part = found
             target.copy_(_plain(tensors, place.hf, part))
             check_finite(target, f"tensor {place.hf}{_in(files, place.hf)}")
+
+
+def _fill_codes(weight: Fp8Weight, place: Place, tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
+    """The checkpoint's matrix (of all experts, or of one) into the part of the weight that is this matrix."""
+    given, what = tensors[place.hf], f"tensor {place.hf}{_in(files, place.hf)}"
+    if given.dtype == torch.float8_e4m3fn:
+        new = Quantised(given, tensors[place.hf + SCALE_SUFFIX].float(), WEIGHT)
+        check_finite(new.dequantise(), what)
+    else:
+        rounded = given.to(weight.dtype)
+        check_finite(rounded, what)
+        new = quantise(rounded, WEIGHT, weight.power_of_two)
+    part = weight.parts[[0, *accumulate(weight.columns)].index(place.box[-1][0])]
+    for own, values in ((part.codes, new.codes), (part.scales, new.scales)):
+        whole_matrix = replace(place, box=(*place.box[:-2], (0, own.shape[-2]), (0, own.shape[-1])))
+        whole_matrix.of(own).copy_(values)
 
 
 def listed(problems: Sequence[str]) -> str:
@@ -129,7 +152,7 @@ def _scale_problems(tensors: Mapping[str, Tensor], name: str, where: str) -> lis
     codes, scales = tensors[name], tensors.get(name + SCALE_SUFFIX)
     if scales is None:
         return [f"tensor {name}{where} is {codes.dtype}, but its scales {name}{SCALE_SUFFIX} are missing"]
-    expected = [-(-size // TILE) for size in codes.shape]
+    expected = [*codes.shape[:-2], *(-(-size // TILE) for size in codes.shape[-2:])]  # experts in one tensor have blocks each for itself
     if list(scales.shape) != expected or not scales.is_floating_point():
         return [f"tensor {name}{SCALE_SUFFIX}{where} is {scales.dtype} {list(scales.shape)}; expected float32 {expected}"]
     return []
@@ -145,10 +168,11 @@ def _plain(tensors: Mapping[str, Tensor], name: str, part: Sequence[slice]) -> T
     tensor = tensors[name]
     if tensor.dtype != torch.float8_e4m3fn:
         return tensor[tuple(part)]
-    blocks = [slice(s.start // TILE, -(-s.stop // TILE)) for s in part]
-    codes = tensor[tuple(slice(b.start * TILE, b.stop * TILE) for b in blocks)]
-    values = Quantised(codes, tensors[name + SCALE_SUFFIX][tuple(blocks)].float(), WEIGHT).dequantise()
-    return values[tuple(slice(s.start - b.start * TILE, s.stop - b.start * TILE) for s, b in zip(part, blocks, strict=True))]
+    stack, matrix = tuple(part[:-2]), part[-2:]
+    blocks = [slice(s.start // TILE, -(-s.stop // TILE)) for s in matrix]
+    codes = tensor[(*stack, *(slice(b.start * TILE, b.stop * TILE) for b in blocks))]
+    values = Quantised(codes, tensors[name + SCALE_SUFFIX][(*stack, *blocks)].float(), WEIGHT).dequantise()
+    return values[(..., *(slice(s.start - b.start * TILE, s.stop - b.start * TILE) for s, b in zip(matrix, blocks, strict=True)))]
 
 
 def _is_carried(spec: ModelSpec, name: str) -> bool:

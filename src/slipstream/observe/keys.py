@@ -615,6 +615,20 @@ ENGINE = (
         "Large: memory pressure, or `on_update = 'recompute'` with long contexts.",
     ),
     Metric(
+        "engine/memory/weight_mib",
+        "Memory of the engine's weights: the live version, the next one where it is prepared, and the retired one that is filled next.",
+        "MiB",
+        "twice the model, half of that with `engine.dtype = 'float8'`",
+        "More than twice the model: versions are prepared and not committed.",
+    ),
+    Metric(
+        "engine/memory/kv_mib",
+        "Memory of the KV pool, used or not: keys, values, their scales in FP8, index keys and routing rows.",
+        "MiB",
+        "`engine.kv_memory_mib`",
+        "Far below it: blocks are large (`engine.block_tokens`) and few.",
+    ),
+    Metric(
         "engine/memory/rss_mib",
         "Resident memory of the engine process.",
         "MiB",

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.errors import StateError
+from slipstream.ops.fp8_kv import Fp8Pages, used_blocks
 from slipstream.ops.native import LANES, check, dense_tokens, library, loaded, native_for
 
 
@@ -60,6 +61,8 @@ class DocLayout:
 
 
 Documents: TypeAlias = DocLayout | Sequence[int] | np.ndarray | Tensor
+Pages: TypeAlias = Tensor | Fp8Pages
+"""The keys, or the values, of a layer in a paged cache: [N, B, G, d], or in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +182,8 @@ def _masked_attention(q_SHQd: Tensor, k_SGCd: Tensor, v_SGCd: Tensor, seen_S1QC:
 
 def paged_attention(
     q_THd: Tensor,
-    k_cache_NBGd: Tensor,
-    v_cache_NBGd: Tensor,
+    k_cache_NBGd: Pages,
+    v_cache_NBGd: Pages,
     block_table_SB: Tensor,
     query_starts_S1: Tensor,
     context_S: Tensor,
@@ -194,8 +197,15 @@ def paged_attention(
     `block_table` int32 [S, max blocks]: block of each B tokens, in order (what lies behind the context is ignored);
     `query_starts` int32 [S + 1]: first row in `q` of each sequence, then T; `context` int32 [S]: tokens in the cache,
     queries included. No gradient. Computed in fp32 whatever the dtype of the cache. Native for fp32 and bf16 on the CPU and d a multiple
-    of 8; then a token's result is bitwise the same whether it was a decode row or part of a prefill chunk.
+    of 8; then a token's result is bitwise the same whether it was a decode row or part of a prefill chunk. Of a cache in FP8 the blocks in
+    use are dequantised first, once each.
     """
+    if isinstance(k_cache_NBGd, Fp8Pages) or isinstance(v_cache_NBGd, Fp8Pages):
+        assert isinstance(k_cache_NBGd, Fp8Pages) and isinstance(v_cache_NBGd, Fp8Pages)
+        blocks_U, block_table_SB = used_blocks(block_table_SB, context_S, k_cache_NBGd.codes.shape[1])
+        k_cache_NBGd, v_cache_NBGd = k_cache_NBGd.read(blocks_U), v_cache_NBGd.read(blocks_U)
+        out_THd = paged_attention(q_THd.float(), k_cache_NBGd, v_cache_NBGd, block_table_SB, query_starts_S1, context_S, scale, sight)
+        return out_THd.to(q_THd.dtype)
     _check_cache(k_cache_NBGd, v_cache_NBGd)
     _check_batch(block_table_SB, query_starts_S1, context_S)
     (tokens, heads, dim), (blocks, block_tokens, kv_heads, cache_dim) = q_THd.shape, k_cache_NBGd.shape
@@ -282,8 +292,13 @@ def query_places(context_S: Tensor, queries: int) -> Tensor:
     return (context_S - queries)[:, None] + torch.arange(queries, device=context_S.device)
 
 
-def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache_NBGd: Tensor, v_cache_NBGd: Tensor, slots_T: Tensor) -> None:
+def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache_NBGd: Pages, v_cache_NBGd: Pages, slots_T: Tensor) -> None:
     """Store the keys and values of T tokens in place. `slots` int64 [T]: block · block_tokens + offset of each token."""
+    if isinstance(k_cache_NBGd, Fp8Pages) or isinstance(v_cache_NBGd, Fp8Pages):
+        assert isinstance(k_cache_NBGd, Fp8Pages) and isinstance(v_cache_NBGd, Fp8Pages)
+        k_cache_NBGd.write(k_TGd, slots_T)
+        v_cache_NBGd.write(v_TGd, slots_T)
+        return None
     _check_cache(k_cache_NBGd, v_cache_NBGd)
     blocks, block_tokens, kv_heads, dim = k_cache_NBGd.shape
     if k_TGd.shape != (len(slots_T), kv_heads, dim) or v_TGd.shape != k_TGd.shape or slots_T.dtype is not torch.int64:

@@ -9,6 +9,7 @@ Dimensions need not be multiples of 128: the last tile of a dimension is smaller
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class Quantised:
 
     def dequantise(self) -> Tensor:
         """float32, code times scale."""
-        return self.codes.float().mul_(self._spread(self._spread(self.scales, -2), -1))
+        return decode(self.codes).mul_(self._spread(self._spread(self.scales, -2), -1))
 
     def row_scales(self) -> Tensor:
         """[M, tiles of the columns]"""
@@ -88,6 +89,19 @@ def quantise(x: Tensor, tile: tuple[int, int], power_of_two: bool = False) -> Qu
     return Quantised(codes, scales, tile)
 
 
+@functools.cache
+def _values() -> Tensor:
+    """[256] float32: what each code stands for."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def decode(codes: Tensor) -> Tensor:
+    """E4M3 as float32. Looked up on the CPU, where torch's own cast takes five times as long."""
+    if not codes.is_cpu:
+        return codes.float()
+    return _values().index_select(0, codes.contiguous().view(torch.uint8).flatten().int()).view(codes.shape)
+
+
 def _scales(amax: Tensor, power_of_two: bool) -> Tensor:
     scales = (amax / LARGEST).clamp_(min=SMALLEST_SCALE)
     if not power_of_two:
@@ -105,8 +119,10 @@ def matmul(a: Quantised, b: Quantised) -> Tensor:
             f"FP8 product of {tuple(a.codes.shape)} with tiles {a.tile} and {tuple(b.codes.shape)} with tiles {b.tile}: "
             f"expected [M, K] and [K, N], both with tiles of {DEPTH} along K"
         )
-    a_codes, b_codes, a_scales, b_scales = a.codes.float(), b.codes.float(), a.row_scales(), b.column_scales()
     out = torch.zeros(rows, columns)
+    if not rows:
+        return out
+    a_codes, b_codes, a_scales, b_scales = decode(a.codes), decode(b.codes), a.row_scales(), b.column_scales()
     for tile, start in enumerate(range(0, depth, DEPTH)):
         partial = a_codes[:, start : start + DEPTH] @ b_codes[start : start + DEPTH]
         out += partial.mul_(a_scales[:, tile, None]).mul_(b_scales[tile])

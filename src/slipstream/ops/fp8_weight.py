@@ -60,8 +60,8 @@ class Uncounted(Fp8Errors):
 
 
 class Fp8Weight(nn.Parameter):
-    """[K, N], or [E, K, N] of experts. Its codes are either kept (`of`), or made from its values at every use, or came from elsewhere
-    (`turn_into`)."""
+    """[K, N], or [E, K, N] of experts. Its codes are either kept beside its values (`of`), or all that there is (`without_values`), or made
+    from its values at every use, or came from elsewhere (`turn_into`)."""
 
     columns: tuple[int, ...]
     """Widths of the matrices side by side in it, each quantised by itself."""
@@ -77,6 +77,16 @@ class Fp8Weight(nn.Parameter):
         made: Any = torch.Tensor._make_subclass(Fp8Weight, weight.detach(), weight.requires_grad)
         Fp8Weight.turn_into(made, columns, power_of_two, errors)
         made.requantise()
+        return made
+
+    @staticmethod
+    def without_values(shape: Sequence[int], columns: Sequence[int], power_of_two: bool) -> Fp8Weight:
+        """Room for codes and scales, to be filled: one byte a value. On the meta device as a parameter, and never trained."""
+        made: Any = torch.Tensor._make_subclass(Fp8Weight, torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta"), False)
+        scales = [torch.zeros(*shape[:-2], -(-shape[-2] // WEIGHT[0]), -(-width // WEIGHT[1])) for width in columns]
+        codes = torch.zeros(tuple(shape), dtype=torch.float8_e4m3fn).split(tuple(columns), -1)
+        parts = tuple(Quantised(part, scale, WEIGHT) for part, scale in zip(codes, scales, strict=True))
+        Fp8Weight.turn_into(made, columns, power_of_two, Uncounted(), codes=parts)
         return made
 
     @staticmethod
@@ -101,6 +111,12 @@ class Fp8Weight(nn.Parameter):
     def parts(self) -> tuple[Quantised, ...]:
         """Its matrices in FP8."""
         return self._quantised() if self.kept is None else self.kept
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """Everything of it that takes memory."""
+        values = () if self.is_meta else (self.detach(),)
+        return (*values, *(tensor for part in self.kept or () for tensor in (part.codes, part.scales)))
 
     def requantise(self) -> None:
         self.kept = self._quantised()

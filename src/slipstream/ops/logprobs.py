@@ -14,6 +14,9 @@ from torch.autograd.function import once_differentiable
 from slipstream.errors import StateError
 from slipstream.ops.native import check, native_for
 
+WIDE_TOKENS = 8192
+"""Tokens of a vocabulary whose head is in fp32 at one time in `wide_logits`."""
+
 
 def token_logprobs(
     hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature_T: Tensor, chunk_tokens: int = 256
@@ -37,6 +40,12 @@ def chunk_logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
     """Logits [C, V] of one chunk, in fp32 or wider: the only place where logits come to exist."""
     logits_CV = hidden_CD @ weight_VD.T
     return logits_CV.float() if logits_CV.dtype in (torch.bfloat16, torch.float16) else logits_CV
+
+
+def wide_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    """[T, V] in fp32 whatever the dtype of the inputs: no rounding of logits. Of the head, a part at a time is widened. No gradient."""
+    hidden_TD = hidden_TD.float()
+    return torch.cat([hidden_TD @ part_VD.float().T for part_VD in weight_VD.split(WIDE_TOKENS)], 1)
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor, inverse_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -86,8 +86,12 @@ def _context(s: Sizes) -> list[Figure]:
 def _outside(s: Sizes) -> list[Figure]:
     p, replay, tokens = s.spec.num_params, replay_bytes(s.config, s.spec), s.step.tokens
     replicas = s.config.engine.replicas if s.config.cluster.engines == "beside" else 1
+    published, formula = s.b * p, f"replicas x b x P = {replicas} x {s.b} x {p:,}"
+    if s.trainer.publish == "float8":
+        published -= (s.b - 1) * s.matrices
+        formula = f"replicas x (b P - (b - 1) matrices) = {replicas} x ({s.b} x {p:,} - {s.b - 1} x {s.matrices:,})"
     return [
-        Figure("published weights", replicas * s.b * p, "bytes", f"replicas x b x P = {replicas} x {s.b} x {p:,}, from the first process"),
+        Figure("published weights", replicas * published, "bytes", f"{formula}, from the first process"),
         Figure(
             "expert ids of the batch (replay)",
             replay * tokens,

@@ -193,10 +193,11 @@ def _node(s: Sizes, process: tuple[Figure, ...]) -> tuple[Figure, ...]:
     formula = f"{here} processes x {s.step.tokens:,} tokens x {each} bytes: each has the batch"
     figures.append(Figure("batch", here * s.step.tokens * each, "bytes", formula))
     if s.config.cluster.engines == "beside":
-        item = {"float32": 4, "bfloat16": 2, "float8": 3}[engine.dtype]  # float8: the codes beside what they were made from
-        weights = f"{engine.replicas} replicas x 2 versions x {item} P"
+        item = 4 if engine.dtype == "float32" else 2
+        codes = s.matrices if engine.dtype == "float8" else 0  # a byte less for each
+        weights = f"{engine.replicas} replicas x 2 versions x " + (f"({item} P - matrices)" if codes else f"{item} P")
         shared = f", of which each has the experts of engine.ep.ranks = {engine.ep.ranks}" if engine.ep.ranks > 1 else ""
-        size = engine.replicas * 2 * item * params_here(spec, engine)
+        size = engine.replicas * 2 * (item * params_here(spec, engine) - codes)
         figures.append(Figure("engine weights", size, "bytes", f"{weights}{shared}: live, and the next (engine.weights)"))
         figures.append(
             Figure(

@@ -26,6 +26,7 @@ import torch
 from slipstream.config import RunConfig, load
 from slipstream.errors import ModelError, TrainerError
 from slipstream.models.fill import save_weights
+from slipstream.models.fp8 import stream_in_fp8
 from slipstream.models.impl import read_spec
 from slipstream.models.peft import write_adapter
 from slipstream.observe.metrics import MetricsWriter
@@ -149,8 +150,11 @@ class RlTrainer:
 
     def _publish(self) -> None:
         weights = self.run_folder / "weights"
+        tensors, trainer = self.team.published(), self.config.trainer
+        if trainer.publish == "float8":
+            tensors = stream_in_fp8(tensors, trainer.fp8_scales == "power_of_two")
         with self._timed("publish", self.step) as timing:
-            publish(weights, self.step, self.team.published(), self.step - 1 if self.step else None)
+            publish(weights, self.step, tensors, self.step - 1 if self.step else None)
         self.metrics.log(self.step, {"trainer/time/publish_s": timing["seconds"]})
 
     def _checkpoint(self, final: bool = False) -> None:

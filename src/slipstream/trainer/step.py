@@ -204,6 +204,8 @@ class Learner:
         hidden_nD = hidden_tD.index_select(0, torch.from_numpy(span.before(at_n)))
         targets_n, temperature_n = torch.tensor(row.tokens_T[at_n]), torch.tensor(row.temperature_T[at_n])
         head = self.weights.compute.head_weight
+        if self.config.head_dtype == "float32":
+            hidden_nD, head = hidden_nD.float(), head.float()
         logprobs_n, entropy_n = token_logprobs(hidden_nD, head, targets_n, temperature_n, self.config.logprob_chunk_tokens)
         if len(parts) == 1 or not len(at_N):
             return logprobs_n, entropy_n

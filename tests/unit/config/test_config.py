@@ -57,6 +57,8 @@ def test_an_unknown_loss_type_lists_the_known_ones():
     [
         ("trainer.row_tokens=100", ("row_tokens = 100", "seq_len = 1024")),
         ("engine.capture_routing=false", ("router_replay = true", "capture_routing = false")),
+        ("model.impl=hf;engine.dtype=float8", ('model.impl = "hf"', 'engine.dtype = "float8"')),
+        ("trainer.publish=float8", ('trainer.publish = "float8"', "engine.dtype = 'float32'")),
         ("engine.max_step_tokens=8", ("max_step_tokens = 8", "max_running = 64")),
         ('envs=[{"id": "calculator"}, {"id": "calculator"}]', ("two environments are named 'calculator'",)),
         ('envs=[{"id": "calculator", "group_size": 1}]', ("group_size = 1", "min_group = 2")),
@@ -72,8 +74,23 @@ def test_an_unknown_loss_type_lists_the_known_ones():
     ],
 )
 def test_contradictions_name_both_keys_and_both_values(setting, named):
-    message = refused(setting)
+    message = refused(*setting.split(";"))
     assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize("trainer", ["trainer.dtype=float8", "trainer.publish=float8"])
+def test_trainer_and_engine_have_the_same_kind_of_scales(trainer):
+    message = refused(trainer, "engine.dtype=float8", "engine.fp8_scales=power_of_two")
+    assert "trainer.fp8_scales = 'float32'" in message and "engine.fp8_scales = 'power_of_two'" in message
+    load(RunConfig, (), [*MINIMAL, trainer, "engine.dtype=float8", "engine.fp8_scales=power_of_two", "trainer.fp8_scales=power_of_two"])
+
+
+def test_trainer_and_engine_round_logits_both_or_neither():
+    settings = ("engine.dtype=bfloat16", "trainer.dtype=float8", "trainer.head_dtype=float32")
+    message = refused(*settings)
+    assert "trainer.head_dtype = 'float32'" in message and "engine.head_dtype = 'auto'" in message
+    load(RunConfig, (), [*MINIMAL, *settings, "engine.head_dtype=float32"])
+    load(RunConfig, (), [*MINIMAL, "engine.dtype=bfloat16", "engine.head_dtype=float32"])
 
 
 def test_a_target_that_no_evaluation_can_reach_is_refused():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.errors import StateError
-from slipstream.ops.fp8 import ACTIVATION, TOKENS, WEIGHT, Quantised, contract_tokens, grouped_matmul, matmul, quantise
+from slipstream.ops.fp8 import ACTIVATION, TOKENS, WEIGHT, Quantised, contract_tokens, decode, grouped_matmul, matmul, quantise
 
 TILES = [ACTIVATION, TOKENS, WEIGHT]
 GRID = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -185,3 +185,19 @@ def test_another_device_is_refused_by_name():
 def test_nothing_has_no_tiles():
     empty = quantise(torch.empty(0, 40), TOKENS)
     assert isinstance(empty, Quantised) and empty.scales.shape == (0, 40) and empty.dequantise().shape == (0, 40)
+
+
+def test_a_row_of_a_product_does_not_depend_on_how_many_there_are():
+    """Unlike float32 products of fewer than four rows: sums of 128 products of codes mostly fit float32, whatever their order."""
+    a, b = quantise(randn(24, 200, spread=2.0), ACTIVATION), quantise(randn(200, 61, seed=1, spread=2.0), WEIGHT)
+    whole = matmul(a, b)
+    for count in (1, 2, 3, 4, 7):
+        for start in range(0, 24 - count, count):
+            assert torch.equal(matmul(a.rows(start, start + count), b), whole[start : start + count]), (start, count)
+    assert matmul(a.rows(0, 0), b).shape == (0, 61)
+
+
+def test_codes_are_decoded_to_what_they_stand_for():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = every.view(16, 16).T
+    assert torch.equal(decode(codes).nan_to_num(1e9), codes.float().nan_to_num(1e9))

@@ -107,6 +107,14 @@ def test_the_communication_of_a_tiny_run_is_what_one_computes_by_hand(tmp_path):
     }
 
 
+def test_an_fp8_engine_holds_and_gets_a_byte_for_each_value_of_a_matrix(tmp_path):
+    both = {**RUN, "engine": {"dtype": "float8"}, "cluster": {"host_memory_gb": 1}}
+    matrices = 11_120 - 3_216 - 2 * 64  # all but embedding, head, routers
+    plan = planned(tmp_path, both, publish="float8")
+    assert values(plan.communication)["published weights"] == 2 * 11_120 - matrices
+    assert values(plan.memory.node)["engine weights"] == 2 * (2 * 11_120 - matrices)
+
+
 def test_settings_change_the_part_that_they_are_about(tmp_path):
     base = values(planned(tmp_path, RUN).memory.process)
     muon = values(planned(tmp_path, RUN, optim={"type": "muon", "moments": "bfloat16"}).memory.process)

@@ -46,6 +46,7 @@ class ScriptedEngine:
         self.idle_s: float | None = None
         self.tokens_prefilled = self.tokens_cached = self.preemptions = self.kv_age_max = 0
         self.speculation = SpeculationCounts()
+        self.weight_bytes = self.kv_bytes = 0
         self.expert_load = np.zeros((2, 4), np.int64)
 
     @property

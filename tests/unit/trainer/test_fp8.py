@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.models.hf import hf_tensors, hf_views
+from slipstream.engine.weights import LiveWeights
+from slipstream.models.fp8 import load_in_fp8, stream_in_fp8
+from slipstream.models.hf import hf_tensors, hf_views, read_tensors
 from slipstream.models.load import load_model
-from slipstream.models.matrices import fused_columns, is_matrix
+from slipstream.models.matrices import SCALE_SUFFIX, fused_columns, is_matrix
 from slipstream.ops import fp8_weight
-from slipstream.ops.fp8 import WEIGHT, quantise
+from slipstream.ops.fp8 import WEIGHT, Quantised, quantise
 from slipstream.ops.fp8_weight import Fp8Weight
-from tests.unit.trainer.helpers import make_batch, model_folder
-from tests.unit.trainer.test_rl import fingerprints, whole_and_resumed
+from slipstream.transport.weights import read_version, version_folder
+from tests.unit.trainer.helpers import make_batch, model_folder, run_config, write_run
+from tests.unit.trainer.test_rl import fingerprints, train, whole_and_resumed
 from tests.unit.trainer.test_step import gradients, learner, parameters
 
 SIZES = {"hidden_size": 136, "moe_intermediate_size": 72}
@@ -102,6 +105,40 @@ def test_what_is_published_quantises_to_the_codes_that_the_trainer_multiplies(fo
     for name, values in hf_views(model, codes).items():
         assert is_matrix(name)
         assert torch.equal(quantise(published[name], WEIGHT, scales == "power_of_two").dequantise(), values), name
+
+
+@pytest.mark.parametrize("scales", ["float32", "power_of_two"])
+def test_codes_that_are_published_are_those_that_the_trainer_multiplies(folder, scales):
+    subject = learner(folder, dtype="float8", fp8_scales=scales)
+    subject.step(make_batch())
+    published = dict(stream_in_fp8(subject.published(), scales == "power_of_two").items())
+    model = subject.weights.compute
+    weights = {name: p for name, p in model.named_parameters() if isinstance(p, Fp8Weight)}
+    multiplied = hf_views(model, {name: torch.cat([part.codes.view(torch.uint8) for part in p.parts], -1) for name, p in weights.items()})
+    values = hf_views(model, {name: torch.cat([part.dequantise() for part in p.parts], -1) for name, p in weights.items()})
+    assert {name for name, tensor in published.items() if tensor.dtype == torch.float8_e4m3fn} == multiplied.keys()
+    for name, codes in multiplied.items():
+        assert torch.equal(published[name].view(torch.uint8), codes), name
+        assert torch.equal(Quantised(published[name], published[name + SCALE_SUFFIX], WEIGHT).dequantise(), values[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8"])
+def test_a_run_that_publishes_in_fp8_has_the_codes_of_an_engine_that_quantises_and_exports_values(tmp_path, dtype):
+    model = model_folder(tmp_path / "model", **SIZES)
+    trainer, engine = {"dtype": dtype, "publish": "float8"}, {"dtype": "float8"}
+    run = write_run(run_config(tmp_path / "run", model, trainer=trainer, engine=engine))
+    assert train(run, 1, 2) == 0
+    assert fingerprints(run).keys() == {0, 1, 2}
+    live = LiveWeights(model, torch.bfloat16, -1, fp8="float32")
+    live.prepare(read_version(version_folder(run / "weights", 2)))
+    live.commit(2)
+    assert all(tensor.dtype != torch.float8_e4m3fn for tensor in read_tensors(run / "final").values())
+    expected = load_in_fp8(run / "final", False)
+    for name, mine in live.model.named_parameters():
+        other = expected.get_parameter(name)
+        assert isinstance(mine, Fp8Weight) == isinstance(other, Fp8Weight)
+        pairs = zip(mine.memory, other.memory, strict=True) if isinstance(mine, Fp8Weight) else [(mine, other)]
+        assert all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs), name
 
 
 def test_gradients_are_near_those_of_float32_where_nothing_flips(folder):

@@ -14,6 +14,7 @@ from slipstream.config.train import TrainerConfig
 from slipstream.errors import StateError
 from slipstream.models.context import FullContext
 from slipstream.models.load import load_model
+from slipstream.parallel.rows import spans
 from slipstream.trainer.step import Learner
 from slipstream.types import Batch
 from tests.unit.trainer.helpers import make_batch, model_folder, without_routing
@@ -111,6 +112,22 @@ def test_replaying_the_trainers_own_choice_changes_nothing_and_counts_no_flip(fo
     replayed = replace(batch, micro_batches=tuple(rows))
     assert_equal_gradients(gradients(learner(folder), batch), gradients(learner(folder), replayed), 0.0)
     assert learner(folder).step(replayed).metrics["trainer/replay/flip_frac"] == 0.0
+
+
+def test_a_head_in_float32_rounds_no_logits(folder):
+    """Of the same hidden states in bfloat16, logprobs are those of exact products with the head."""
+    found, batch = {}, make_batch()
+    for head_dtype in ("auto", "float32"):
+        subject, row = learner(folder, dtype="bfloat16", head_dtype=head_dtype), batch.micro_batches[0]
+        model, context = subject.weights.compute, FullContext(row.doc_starts_D)
+        hidden_TD = model(torch.tensor(row.tokens_T), torch.tensor(row.positions_T), context)
+        at_N = row.loss_mask_T.nonzero()[0]
+        logprobs_N, _ = subject._logprobs(hidden_TD, row, spans(row.doc_starts_D, subject.mesh.config), at_N)
+        logits_NV = hidden_TD[at_N - 1].float() @ model.head_weight.float().T / torch.tensor(row.temperature_T[at_N])[:, None]
+        exact_N = logits_NV.log_softmax(-1).gather(1, torch.tensor(row.tokens_T[at_N]).long()[:, None]).squeeze(1)
+        found[head_dtype] = float((logprobs_N - exact_N).detach().abs().max())
+        assert all(torch.isfinite(g).all() for g in gradients(subject, batch).values())
+    assert found["float32"] < 1e-5 < 1e-3 < found["auto"]
 
 
 def test_recomputing_activations_changes_no_gradient_and_counts_no_expert_twice(folder):
