@@ -39,18 +39,23 @@ class Played:
     def value(self, key: str) -> float:
         return self.engine.block_values()[f"engine/tiers/{key}"]
 
-    def play(self, numbers, salt=0, max_tokens=4):
-        """Completions of these prompts, one after another."""
+    def play(self, numbers, salt=0, max_tokens=4, settle=True):
+        """Completions of these prompts, one after another.
+
+        `settle`: what is on its way down has arrived before the next one begins; else it may be found on the way.
+        """
         answers = []
         for number in numbers:
             self.engine.add(ask("a", PROMPTS[number], salt, temperature=1.0, seed=number, max_tokens=max_tokens))
             while self.engine.wait():
                 answers += self.engine.step().finished
+            if settle:
+                assert self.tiers.flush()
         return answers
 
     def spill(self, salt=0):
         """Compute all prompts, so that most of them leave the device; and wait for the writer."""
-        answers = self.play(range(len(PROMPTS)), salt)
+        answers = self.play(range(len(PROMPTS)), salt, settle=False)
         assert self.tiers.flush()
         return answers
 
