@@ -112,7 +112,9 @@ class Completion:
     routing: Routing | None = None
     """Rows `routing_from .. prompt + completion - 2`; None for dense models or when capture is off."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache."""
+    """Prompt tokens whose KV was not computed for this request."""
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
+    """The same by where they came from: device (found in the prefix cache), ram, disk, shared, peer."""
     kv_age: int = 0
     """Policy version at sampling minus the oldest version that wrote a KV block used here."""
     timings: Timings = Timings()

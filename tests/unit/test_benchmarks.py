@@ -18,6 +18,7 @@ from benchmarks import (
     _step_ceiling,
     engine,
     fp8_engine,
+    kv_tiers,
     parity_families,
     rl_vs_trl,
     router,
@@ -222,6 +223,13 @@ def test_the_ceiling_is_the_flops_of_the_step_by_its_seconds_and_the_best_rate(m
     assert 1024 < tokens <= 2048 and peak["gflops"] == 1.0 and len(peak["ceilings"]) == 8
     assert step["frac"] == pytest.approx(step["gflops"]) and step["frac_of_shapes"] == pytest.approx(2 * step["frac"])
     assert 1.0 < step["gflops"] * 2e9 / (6 * active * tokens) < 1.5  # attention comes on top
+
+
+def test_every_tier_gives_what_computing_gives_and_the_whole_prefix(tmp_path):
+    make(tmp_path / "model", "tiny-moe", ["calculator"], seed=0)
+    runs, answers, identical = kv_tiers.measure_prefix(tmp_path, 64, rounds=1)
+    assert identical and kv_tiers.coverage(answers) == 1.0
+    assert {run["path"]: run["cached_tokens"] for run in runs}.items() >= dict.fromkeys(kv_tiers.PATHS, 64).items()
 
 
 def test_the_gguf_of_a_checkpoint_has_every_tensor_under_its_name_there(tmp_path):

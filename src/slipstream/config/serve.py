@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
 from slipstream.config.speculation import NoSpeculation, Speculation
+from slipstream.config.tiers import TiersConfig
 from slipstream.config.wide import WideConfig
 from slipstream.errors import ConfigError
 
@@ -72,16 +73,26 @@ class EngineConfig(EngineBase):
     """Of the product of hidden states and head, as trainer.head_dtype."""
     block_tokens: int = Field(default=16, ge=1)
     """Tokens in a KV block."""
+    max_kv_age: int | None = Field(default=None, ge=0)
+    """Most policy versions between the live one and one that wrote KV in use; older blocks are forgotten, and running sequences that
+    hold one are recomputed. None: no bound (a rollout keeps the KV of its prefix). on_update = "recompute" is the same as 0."""
     speculation: Speculation = NoSpeculation()
     ep: WideConfig = WideConfig()
     """Engine processes that share the experts of one model."""
+    tiers: TiersConfig = TiersConfig()
+    """Where KV goes that the device has no room for."""
 
     @property
     def ranks(self) -> int:
         return self.ep.ranks
 
     @model_validator(mode="after")
-    def _wide_checks(self):
+    def _embedded_checks(self):
+        if self.tiers.enabled and not self.prefix_cache:
+            raise ValueError(
+                "engine.prefix_cache = false and engine.tiers is set: blocks of the tiers are found through the prefix cache; "
+                "set engine.prefix_cache = true or leave the tiers out"
+            )
         if self.replicas % self.ep.ranks:
             raise ValueError(
                 f"engine.replicas = {self.replicas} and engine.ep.ranks = {self.ep.ranks}: replicas counts processes, of which groups of "

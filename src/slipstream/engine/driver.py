@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -53,6 +54,14 @@ class SteppedEngine(Protocol):
         """Whether a step would do something: false while paused, but for aborted requests that wait to be answered."""
         ...
 
+    on_ready: Callable[[], None]
+    """The driver's: called from any thread when `has_work` may have become true though nobody called the engine."""
+
+    @property
+    def idle_s(self) -> float | None:
+        """While there is no work: seconds until there may be some though nobody called; None: for ever."""
+        ...
+
     @property
     def seq_len(self) -> int: ...
     def add(self, request: GenerateRequest) -> None: ...
@@ -83,6 +92,9 @@ class SteppedEngine(Protocol):
     def kv_bytes(self) -> int: ...
     @property
     def expert_load(self) -> np.ndarray: ...
+    def block_values(self) -> Mapping[str, float]:
+        """Metrics of where KV came from and where it went."""
+        ...
 
 
 class EngineDriver:
@@ -168,14 +180,18 @@ class EngineDriver:
         self._work.set()
 
     async def drive(self) -> None:
-        """Steps while there is work and sleeps until woken by `_add`, `commit`, `abort` or `resume`.
+        """Steps while there is work and sleeps until woken by `_add`, `commit`, `abort`, `resume`, the engine's `on_ready`, or `idle_s`.
 
         A step that raises costs the requests that were running: which of them is to blame is unknown, and so is what it wrote of their
         KV. Those that wait go on. After MAX_FAILED_STEPS in a row, or when the engine cannot recover, everybody gets EngineUnavailable
         and the error goes on to whoever runs this, which ends the process (a supervisor starts a clean one).
         """
+        loop = asyncio.get_running_loop()
+        self.engine.on_ready = lambda: _call_soon(loop, self._work.set)
         while True:
-            await self._work.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.engine.idle_s):
+                    await self._work.wait()
             self._work.clear()
             while self.engine.has_work:
                 started = time.time()
@@ -267,3 +283,9 @@ class EngineDriver:
         if self._spans and start - self._spans[-1][1] < MERGE_GAP_S:
             start = self._spans.pop()[0]
         self._spans.append((start, end))
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """From any thread; nothing when the loop has ended meanwhile."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)

@@ -8,8 +8,10 @@ Shape suffixes: S sequences of the step, N sampled tokens of a request, T token 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,13 +23,16 @@ import torch
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config.serve import EngineConfig
 from slipstream.config.speculation import PromptLookup
+from slipstream.engine.blocks import Blocks
+from slipstream.engine.fetch import ENDINGS, BlockSource
 from slipstream.engine.kv import KvCache
 from slipstream.engine.runner import Runner
 from slipstream.engine.sampler import sample
-from slipstream.engine.scheduler import Plan, Scheduler
+from slipstream.engine.scheduler import ANY_VERSION, Plan, Scheduler
 from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.engine.speculation import Drafter, SpeculationCounts, append_verified
 from slipstream.engine.stops import StopText
+from slipstream.engine.tiers.hierarchy import Tiers
 from slipstream.engine.weights import LiveWeights
 from slipstream.errors import ConfigError, EngineUnavailable, RequestError
 from slipstream.models.impl import Impl
@@ -85,13 +90,30 @@ class EmbeddedEngine:
         self._table = SlotTable(config.max_running, seq_len, config.block_tokens)
         speculation = config.speculation
         self._drafter = Drafter(self._table, speculation) if isinstance(speculation, PromptLookup) else None
-        self._scheduler = Scheduler(self._table, self._cache, config.max_step_tokens, config.prefix_cache, self._drafter)
+        self.blocks = Blocks(self._cache, spec, f"{config.dtype} {config.fp8_scales} {impl}")
+        self.sources: list[BlockSource] = []
+        """Where blocks may come from beside the device, in the order in which they are asked."""
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called from any thread when `has_work` may have become true by itself."""
+        self._arrived = threading.Event()
+        self._scheduler = Scheduler(
+            self._table, self._cache, config.max_step_tokens, config.prefix_cache, self._drafter, self.sources, self._wake
+        )
+        self._fingerprints: dict[int, str] = {}
+        """Of every version that was live."""
+        self.tiers = Tiers(config.tiers, self.blocks) if config.tiers.enabled else None
+        if self.tiers is not None and self._scheduler.prefix is not None:
+            self.sources.append(self.tiers)
+            self._scheduler.prefix.reclaimed = self.tiers.save
+        self._bound_age(version)
         wide_head = config.head_dtype == "float32"
         self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts, wide_head)
         self._random = np.random.default_rng(seed)
         self._by_id: dict[str, Sequence] = {}
         self._ended: list[Completion] = []
         self._paused = False
+        self._stuck = False
+        """The last step found nothing to run: until a request comes or goes, only a fetch can change that."""
         self._started_s = time.perf_counter()
         self.tokens_generated = 0
         self.tokens_prefilled = 0
@@ -123,25 +145,47 @@ class EmbeddedEngine:
         sequence = Sequence(request, seed, limit, stop_ids, time.perf_counter(), tokens_T)
         self._by_id[request.id] = sequence
         self._scheduler.waiting.append(sequence)
+        self._stuck = False
 
     def abort(self, request_ids: Ordered[str]) -> None:
         """End these requests with finish reason `abort` and free what they hold; unknown ids are ignored.
 
         Their completions, with what was sampled so far, come out of the next `step`.
         """
+        self._stuck = False
         sequences = [self._by_id[name] for name in dict.fromkeys(request_ids) if name in self._by_id]
-        waiting = {id(sequence) for sequence in sequences if sequence.slot < 0}
-        if waiting:
-            kept = [sequence for sequence in self._scheduler.waiting if id(sequence) not in waiting]
-            self._scheduler.waiting.clear()
-            self._scheduler.waiting.extend(kept)
+        self._scheduler.withdraw([sequence for sequence in sequences if sequence.slot < 0])
         self._end([(sequence, "abort") for sequence in sequences], self._ended)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        runnable = self._scheduler.running or self._scheduler.waiting
-        return bool(self._ended or (runnable and not self._paused))
+        scheduler, fetches = self._scheduler, self._scheduler.fetches
+        if self._ended or self._paused:
+            return bool(self._ended)
+        if self._stuck and fetches:
+            return fetches.ready(time.perf_counter())
+        return bool(scheduler.running or scheduler.waiting or (fetches and fetches.ready(time.perf_counter())))
+
+    @property
+    def idle_s(self) -> float | None:
+        """While there is no work: seconds until there may be some though nobody called; None: for ever."""
+        deadline = self._scheduler.fetches.deadline() if self._scheduler.fetches and not self._paused else None
+        return None if deadline is None else max(0.0, deadline - time.perf_counter())
+
+    def wait(self) -> bool:
+        """For callers without an event loop: block until `step` would do something; False when nothing is left to do."""
+        while not self.has_work:
+            if (patience_s := self.idle_s) is None:
+                return False
+            self._arrived.wait(patience_s)
+            self._arrived.clear()
+        return True
+
+    def _wake(self) -> None:
+        """Called by threads of block sources."""
+        self._arrived.set()
+        self.on_ready()
 
     # ---- the step ----
 
@@ -154,6 +198,7 @@ class EmbeddedEngine:
         began = time.perf_counter()
         result = StepResult(finished=self._ended)
         plan = None if self._paused else self._scheduler.plan(self._weights.number, began)
+        self._stuck = plan is None and not self._paused
         if plan is not None:
             logits_SV = self._runner.run(self._weights.model, plan)
             self._postprocess(plan, logits_SV, result)
@@ -168,6 +213,7 @@ class EmbeddedEngine:
         """
         lost = self._scheduler.running
         self._scheduler.leave(lost)
+        self._scheduler.stop_fetching()
         if self._scheduler.prefix is not None:
             self._scheduler.prefix.clear()
         for sequence in lost:
@@ -264,6 +310,7 @@ class EmbeddedEngine:
                     finish_reason=reason,
                     routing=routing,
                     cached_tokens=sequence.cached_tokens,
+                    cached_by_tier=sequence.cached_by_tier,
                     kv_age=kv_age,
                     timings=sequence.timings(now),
                 )
@@ -302,13 +349,29 @@ class EmbeddedEngine:
         """
         if not self._weights.commit(number):
             return
+        self._stuck = False
         if self.config.on_update == "abort":
-            begun = [s.id for s in (*self._scheduler.running, *self._scheduler.waiting) if s.slot >= 0 or len(s.logprobs_N)]
+            begun = [s.id for s in self._by_id.values() if s.slot >= 0 or len(s.logprobs_N)]
             self.abort(begun)
-        elif self.config.on_update == "recompute":
-            self._scheduler.recompute_all()
+        self._bound_age(number)
         for sequence in self._scheduler.running:
             sequence.stamp(number, int(self._table.length_R[sequence.slot]) - sequence.prompt_tokens)
+
+    def _bound_age(self, number: int) -> None:
+        """Use no KV that is too old for version `number`, which is live now; on the device, in the tiers, or of a running sequence."""
+        fingerprint, known = self._weights.fingerprint, self._fingerprints.get(number)
+        if known not in (None, fingerprint):  # rolled back, and another policy has taken the number
+            self._scheduler.expire(range(-1, number))
+        self._fingerprints[number] = fingerprint
+        oldest = 0 if self.config.on_update == "recompute" else self.config.max_kv_age
+        if oldest is not None:
+            self._scheduler.expire(range(number - oldest, number + 1))
+        elif known not in (None, fingerprint):
+            self._scheduler.expire(ANY_VERSION)
+        if self.tiers is not None:
+            self.tiers.versions = self._scheduler.versions
+            if fingerprint:
+                self.tiers.weights[number] = bytes.fromhex(fingerprint)
 
     # ---- control and what it says about itself ----
 
@@ -319,6 +382,11 @@ class EmbeddedEngine:
     def resume(self) -> None:
         self._paused = False
 
+    def close(self) -> None:
+        """End the threads of the tiers; what they hold on disk stays. The engine takes no steps afterwards."""
+        if self.tiers is not None:
+            self.tiers.close()
+
     def state(self) -> EngineState:
         prepared = self._weights.prepared
         pool = self._scheduler.pool
@@ -327,7 +395,7 @@ class EmbeddedEngine:
             fingerprint=self._weights.fingerprint,
             prepared_version=None if prepared is None else prepared.number,
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            waiting=len(self._by_id) - len(self._scheduler.running),
             kv_used_frac=pool.used / pool.num_blocks,
             paused=self._paused,
             generated_tokens=self.tokens_generated,
@@ -341,6 +409,15 @@ class EmbeddedEngine:
     def tokens_cached(self) -> int:
         """Prompt tokens whose KV came from the prefix cache."""
         return self._scheduler.tokens_cached
+
+    def block_values(self) -> dict[str, float]:
+        """Metrics of where KV came from and where it went."""
+        scheduler = self._scheduler
+        values = {f"engine/tiers/{name}/hit_tokens": float(scheduler.hit_tokens[name]) for name in ("device", "peer")}
+        if scheduler.fetches is not None:
+            values["engine/time/fetch_s"] = scheduler.fetches.seconds
+            values |= {f"engine/fetches/{how}": float(scheduler.fetches.ended[how]) for how in ENDINGS}
+        return values | (self.tiers.values() if self.tiers is not None else {})
 
     @property
     def preemptions(self) -> int:

@@ -37,6 +37,15 @@ COUNTERS = frozenset(
         "engine/ep/dispatch_s/<layer>",
         "engine/ep/compute_s/<layer>",
         "engine/ep/combine_s/<layer>",
+        "engine/time/fetch_s",
+        "engine/fetches/<how>",
+        "engine/tiers/dropped",
+        "engine/tiers/<tier>/hit_tokens",
+        "engine/tiers/<tier>/miss_tokens",
+        "engine/tiers/<tier>/read_mib",
+        "engine/tiers/<tier>/written_mib",
+        "engine/tiers/<tier>/evicted",
+        "engine/tiers/<tier>/damaged",
         "engine/speculation/drafted",
         "engine/speculation/accepted",
     }
@@ -70,6 +79,7 @@ def engine_values(driver: EngineDriver) -> dict[str, float]:
         "engine/memory/weight_mib": engine.weight_bytes / 2**20,
         "engine/memory/kv_mib": engine.kv_bytes / 2**20,
         "engine/memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
+        **engine.block_values(),
         **driver.more_values(),
     }
 

@@ -8,7 +8,7 @@ attends, so sequences admitted in the same step (the rollouts of one group) shar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from slipstream.engine.kv import BlockPool
 
@@ -20,7 +20,9 @@ class PrefixCache:
         self._pool = pool
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        pool.forget = self._forget
+        pool.forget = self._reclaim
+        self.reclaimed: Callable[[bytes, int], None] = lambda key, block: None
+        """Told the key and block of content that is about to be overwritten for want of room: the last moment to copy it."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -44,9 +46,17 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drop every entry: no later request finds KV that was written until now."""
-        for block in list(self._key_of):
+        self.drop(lambda block: True)
+
+    def drop(self, is_unwanted: Callable[[int], bool]) -> None:
+        """Drop the entries of these blocks."""
+        for block in [block for block in self._key_of if is_unwanted(block)]:
             self._forget(block)
             self._pool.set_unfindable(block)
+
+    def _reclaim(self, block: int) -> None:
+        self.reclaimed(self._key_of[block], block)
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]

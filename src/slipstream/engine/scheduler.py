@@ -4,6 +4,7 @@ Order within a step: every decoding sequence gets one token; then prompts that a
 `max_step_tokens`; then waiting requests are admitted in order of arrival. A sequence is admitted only when blocks for all its known
 tokens are there, so a prefill never stops half-way; only decoding grows, and when no block is left the newest running sequence is
 preempted: its blocks go (full ones stay findable), its tokens, logprobs and stamps stay, and it waits at the front to be recomputed.
+Waiting sequences of which a block source has more than the device fetch first (`engine.fetch`); what waits behind them goes ahead.
 What is left of the step goes to guesses (`speculation`): tokens that decoding sequences process on trial. They preempt nobody.
 
 Knows nothing of the model, of sampling or of why a sequence ends. Shape suffixes: S sequences of the step.
@@ -11,17 +12,22 @@ Knows nothing of the model, of sampling or of why a sequence ends. Shape suffixe
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 
+from slipstream.engine.fetch import BlockSource, Fetches
 from slipstream.engine.kv import BlockPool, KvCache
 from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.engine.speculation import Drafter
 from slipstream.serving.keys import extend_keys
+
+ANY_VERSION = range(-1, 1 << 31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +52,31 @@ class Plan:
 class Scheduler:
     """Waiting and running sequences. `running` is in order of admission, the newest last; it is replaced, never mutated."""
 
-    def __init__(self, table: SlotTable, cache: KvCache, max_step_tokens: int, prefix_cache: bool, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        cache: KvCache,
+        max_step_tokens: int,
+        prefix_cache: bool,
+        drafter: Drafter | None = None,
+        sources: Ordered[BlockSource] = (),
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`sources` are asked in order, through the prefix cache; they call `wake`, from any thread, when a plan would find more."""
         self.table = table
         self.pool = BlockPool(cache.num_blocks)
         self.prefix = PrefixCache(self.pool) if prefix_cache else None
+        self.fetches: Fetches | None = None
+        if self.prefix is not None:
+            self.fetches = Fetches(self.pool, self.prefix, cache.versions_N, table.block_tokens, sources, wake)
+        self.versions = ANY_VERSION
+        """Policy versions whose KV may be used."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.tokens_cached = 0
+        self.hit_tokens: Counter[str] = Counter()
+        """`Completion.cached_by_tier` of everything that was admitted."""
         self._cache = cache
         self._drafter = drafter
         self._max_step_tokens = max_step_tokens
@@ -71,6 +94,8 @@ class Scheduler:
 
         `version` is stamped on new blocks and on sequences that are admitted; `now` (seconds) on the latter.
         """
+        if self.fetches is not None:
+            self._fetch(self.fetches, now)
         decode_S = self._grow(version)
         budget = self._max_step_tokens - len(decode_S)
         slots, counts = [], []
@@ -112,17 +137,55 @@ class Scheduler:
         self.running = [sequence for sequence in self.running if sequence.slot >= 0]
         self._order_S = np.array([sequence.slot for sequence in self.running], np.int64)
 
-    def recompute_all(self) -> None:
-        """Every running sequence loses its KV and waits, in order, to be computed again; nothing stays findable."""
-        sequences = self.running
+    def withdraw(self, sequences: list[Sequence]) -> None:
+        """Take these out of the queue; those that do not run."""
+        if self.fetches is not None:
+            for sequence in sequences:
+                self.waiting.extendleft(reversed(self.fetches.cancel(sequence)))
+        gone = {id(sequence) for sequence in sequences}
+        self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in gone)
+
+    def stop_fetching(self) -> None:
+        """What waits for blocks waits in the queue again."""
+        if self.fetches is not None:
+            self.waiting.extendleft(reversed(self.fetches.cancel_all()))
+
+    def expire(self, versions: range) -> None:
+        """From now on only KV that these versions wrote is used.
+
+        Other blocks are not found any more, and running sequences that hold one wait, in order, to be computed again.
+        """
+        self.versions = versions
+        self.stop_fetching()
+        sequences = [s for s in self.running if any(int(version) not in versions for version in self._cache.versions_N[s.blocks])]
         self.leave(sequences)
         self.waiting.extendleft(reversed(sequences))
         if self.prefix is not None:
-            self.prefix.clear()
+            self.prefix.drop(lambda block: int(self._cache.versions_N[block]) not in versions)
 
     def check_integrity(self) -> None:
         """Raises StateError unless free + cached + used = total and every reference is accounted for."""
-        self.pool.check_integrity(sequence.blocks for sequence in self.running)
+        fetching = self.fetches.held() if self.fetches is not None else ()
+        self.pool.check_integrity(chain((sequence.blocks for sequence in self.running), fetching))
+
+    def _fetch(self, fetches: Fetches, now: float) -> None:
+        """Take in what sources have brought, and ask them for the sequences that are next in the queue; some answer at once."""
+        self.waiting.extendleft(reversed(fetches.collect(now, self.versions)))
+        while self._ask(fetches, now):
+            self.waiting.extendleft(reversed(fetches.collect(now, self.versions)))
+
+    def _ask(self, fetches: Fetches, now: float) -> bool:
+        """Whether a sequence has left the queue to wait for blocks."""
+        room = self.table.free - len(fetches)
+        asked = [sequence for sequence in islice(self.waiting, max(0, room)) if fetches.wants(sequence)]
+        begun = False
+        for sequence in asked:
+            hit = self._match(sequence)
+            keys = sequence.keys[len(hit) : self._whole_blocks(sequence)]
+            if self._has_room(sequence, hit) and fetches.begin(sequence, hit, keys, now):
+                self.waiting.remove(sequence)
+                begun = True
+        return begun
 
     def _missing(self, sequence: Sequence) -> int:
         return int(self.table.length_R[sequence.slot] - self.table.context_R[sequence.slot])
@@ -137,11 +200,18 @@ class Scheduler:
             lacking = decode_S[table.context_R[decode_S] >= table.num_blocks_R[decode_S] * table.block_tokens]
             for slot in lacking.tolist():
                 if self.pool.available == 0:
-                    self._preempt(self.running[-1])
+                    self._make_room()
                     break
                 self._append_blocks(self._at[slot], 1, version)
             else:
                 return decode_S
+
+    def _make_room(self) -> None:
+        """Give up the newest fetch, which costs least, or else the newest running sequence."""
+        if self.fetches:
+            self.waiting.extendleft(reversed(self.fetches.cancel_newest()))
+        else:
+            self._preempt(self.running[-1])
 
     def _draft(self, decode_S: np.ndarray, sequences: int, budget: int, version: int) -> np.ndarray:
         """Guesses of each of the step's sequences (the first of which decode), with blocks for them; fewer where there are no blocks."""
@@ -182,9 +252,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, version: int, now: float) -> bool:
         """Give it a slot and blocks for all its known tokens, unless that would leave running ones without a block to grow into."""
         hit = self._match(sequence)
-        fresh = self.blocks_for(len(sequence.tokens_T)) - len(hit)
-        idle = sum(map(self.pool.is_idle, hit))
-        if fresh + idle + len(self.running) > self.pool.available and (self.running or fresh + idle > self.pool.available):
+        if not self._has_room(sequence, hit):
             return False
         self.pool.share(hit)
         cached = len(hit) * self.table.block_tokens
@@ -192,21 +260,32 @@ class Scheduler:
         self._at[sequence.slot] = sequence
         if self._drafter is not None:
             self._drafter.enter(sequence.slot)
-        self._append_blocks(sequence, fresh, version)
+        self._append_blocks(sequence, self.blocks_for(len(sequence.tokens_T)) - len(hit), version)
         sequence.stamp(version, len(sequence.logprobs_N))
         if not sequence.admitted_s:
             sequence.admitted_s, sequence.cached_tokens = now, cached
+            self.hit_tokens.update(sequence.cached_by_tier)
+        sequence.asked = 0
         self.tokens_cached += cached
         self.running = [*self.running, sequence]
         self._order_S = np.append(self._order_S, sequence.slot)
         return True
 
+    def _has_room(self, sequence: Sequence, hit: list[int]) -> bool:
+        """Whether it can have blocks for all its known tokens, beside a block for each running sequence to grow into."""
+        needed = self.blocks_for(len(sequence.tokens_T)) - len(hit) + sum(map(self.pool.is_idle, hit))
+        return needed + len(self.running) <= self.pool.available or (not self.running and needed <= self.pool.available)
+
+    def _whole_blocks(self, sequence: Sequence) -> int:
+        """Blocks that its prefix can take from elsewhere: never its last token, which must be processed to sample from."""
+        return (len(sequence.tokens_T) - 1) // self.table.block_tokens
+
     def _match(self, sequence: Sequence) -> list[int]:
-        """Findable blocks of its prefix, but never its last token: that one must be processed to sample from."""
+        """Findable blocks of its prefix."""
         if self.prefix is None:
             return []
         extend_keys(sequence.keys, sequence.tokens_T, sequence.request.salt, self.table.block_tokens)
-        return self.prefix.match(sequence.keys[: (len(sequence.tokens_T) - 1) // self.table.block_tokens])
+        return self.prefix.match(sequence.keys[: self._whole_blocks(sequence)])
 
     def _make_findable(self, sequence: Sequence, context: int, first: int | None = None) -> None:
         """Enter its full blocks up to `context` tokens into the prefix cache."""

@@ -39,6 +39,10 @@ class Sequence:
     """Prefix-cache keys of the full blocks known so far."""
     stamps: list[tuple[int, int]] = field(default_factory=list)
     """(policy version, completion index from which it sampled), when weights have changed since the first token."""
+    asked: int = 0
+    """Block sources that have been asked for its prefix since it last ran."""
+    brought: dict[str, int] = field(default_factory=dict)
+    """Tokens whose KV was fetched for it, by tier."""
     cached_tokens: int = 0
     admitted_s: float = 0.0
     first_token_s: float = 0.0
@@ -61,6 +65,12 @@ class Sequence:
         starts = [*(start for _, start in self.stamps), sampled]
         runs = zip(self.stamps, starts[1:], strict=True)
         return tuple((version, end - start) for (version, start), end in runs if end > start)
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """`cached_tokens` by where they came from. What was fetched for it and lost again before it ran is not among them."""
+        device = self.cached_tokens - sum(self.brought.values())
+        return {tier: tokens for tier, tokens in {"device": device, **self.brought}.items() if tokens > 0}
 
     def timings(self, now: float) -> Timings:
         admitted = self.admitted_s or now

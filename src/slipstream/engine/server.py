@@ -67,7 +67,8 @@ def serve_folder(model_folder: Path, engine_config: EngineConfig, seq_len: int, 
 def made(folder: Path, config: EngineConfig, seq_len: int, seed: int, version: int, impl: Impl) -> Iterator[EngineDriver]:
     """The engine of this process, alone or as one rank of several that share the experts, and its driver."""
     if config.ep.ranks == 1:
-        yield EngineDriver(EmbeddedEngine(folder, config, seq_len, seed, version, impl))
+        with closing(EmbeddedEngine(folder, config, seq_len, seed, version, impl)) as engine:
+            yield EngineDriver(engine)
         return
     check_wide(read_spec(folder, impl), config, impl)
     from slipstream.engine.wide.driver import WideDriver  # an engine that is alone needs no torch.distributed, which takes long to import

@@ -29,6 +29,7 @@ def encode_completion(completion: Completion) -> Pieces:
         "versions": completion.versions,
         "finish_reason": completion.finish_reason,
         "cached_tokens": completion.cached_tokens,
+        "cached_by_tier": completion.cached_by_tier,
         "kv_age": completion.kv_age,
         "timings": completion.timings,
     }
@@ -52,6 +53,7 @@ def decode_completion(data: bytes | memoryview) -> Completion:
         finish_reason=meta["finish_reason"],
         routing=routing,
         cached_tokens=meta["cached_tokens"],
+        cached_by_tier=meta["cached_by_tier"],
         kv_age=meta["kv_age"],
         timings=Timings(**meta["timings"]),
     )

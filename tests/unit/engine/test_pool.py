@@ -25,6 +25,32 @@ def make_sequence(name: str, tokens_T: np.ndarray, salt: int) -> Sequence:
     return Sequence(GenerateRequest(name, tokens_T, Sampling(), salt), 0, SEQ_LEN, (), 0.0, tokens_T)
 
 
+class AnySource:
+    """Has every block whose key begins with an even byte; a fetch ends when the machine says so, with as many blocks as it says."""
+
+    timeout_s = 5.0
+
+    def __init__(self, versions_N: np.ndarray) -> None:
+        self.versions_N = versions_N
+        self.fetches: list[SimpleNamespace] = []
+        self.version = 1
+
+    def find(self, request, keys) -> int:
+        return next((i for i, key in enumerate(keys) if key[0] % 2), len(keys))
+
+    def start(self, request, keys, wake) -> SimpleNamespace:
+        fetch = SimpleNamespace(ready=False, done=False, complete=0, tier=lambda i: "fake")
+
+        def write(blocks):
+            self.versions_N[blocks[: fetch.complete]] = self.version
+            fetch.ready = fetch.done
+            return min(fetch.complete, len(blocks))
+
+        fetch.write, fetch.cancel = write, lambda: self.fetches.remove(fetch)
+        self.fetches.append(fetch)
+        return fetch
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Plays requests against the scheduler alone: the model is replaced by a counter."""
 
@@ -32,8 +58,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.table = SlotTable(4, SEQ_LEN, BLOCK_TOKENS)
         cache = SimpleNamespace(num_blocks=BLOCKS, versions_N=np.zeros(BLOCKS, np.int32))
-        self.scheduler = Scheduler(self.table, cache, max_step_tokens=6, prefix_cache=True)  # type: ignore[arg-type]
+        self.source = AnySource(cache.versions_N)
+        self.scheduler = Scheduler(self.table, cache, max_step_tokens=6, prefix_cache=True, sources=[self.source])  # type: ignore[arg-type]
         self.names = 0
+        self.version = 1
+        self.now = 1.0
         self.sampled: dict[str, int] = {}
 
     @rule(length=st.integers(1, 20), kind=st.integers(0, 2), salt=st.integers(0, 1))
@@ -45,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 6), token=st.integers(0, 2))
     def step(self, steps: int, token: int) -> None:
         for _ in range(steps):
-            plan = self.scheduler.plan(version=1, now=1.0)
+            plan = self.scheduler.plan(self.version, self.now)
             if plan is None:
                 return
             assert plan.num_tokens == plan.counts_S.sum() <= 6
@@ -62,9 +91,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = self.scheduler.running
         self.scheduler.leave([running[pick % len(running)]])
 
+    @precondition(lambda self: self.source.fetches)
+    @rule(pick=st.integers(0, 3), complete=st.integers(0, 9), done=st.booleans(), version=st.integers(0, 1))
+    def arrive(self, pick: int, complete: int, done: bool, version: int) -> None:
+        """With `version` 0 the blocks are of the version before."""
+        fetch = self.source.fetches[pick % len(self.source.fetches)]
+        fetch.complete, fetch.done, fetch.ready = max(complete, fetch.complete), done, True
+        self.source.version = self.version - 1 + version
+
+    @rule(seconds=st.sampled_from([0.1, 6.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.scheduler.fetches)
+    @rule(pick=st.integers(0, 3))
+    def abort_a_fetching_one(self, pick: int) -> None:
+        fetching = [*self.scheduler.fetches.waiting()]
+        self.scheduler.withdraw([fetching[pick % len(fetching)]])
+
     @rule()
     def recompute(self) -> None:
-        self.scheduler.recompute_all()
+        self.version += 1
+        self.scheduler.expire(range(self.version, self.version + 1))
         assert len(self.scheduler.prefix or ()) == 0 and not self.scheduler.running
 
     @precondition(lambda self: self.scheduler.running)
@@ -80,6 +128,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
 
     @invariant()
+    def nothing_of_an_unwanted_version_is_found(self) -> None:
+        versions = self.scheduler.versions
+        assert all(int(self.source.versions_N[block]) in versions for block in self.scheduler.prefix._key_of)
+
+    @invariant()
+    def nobody_is_lost_or_in_two_places(self) -> None:
+        everyone = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.fetches.waiting()]
+        assert len(everyone) == len(set(map(id, everyone)))
+
+    @invariant()
     def every_running_sequence_has_blocks_for_what_it_knows(self) -> None:
         for sequence in self.scheduler.running:
             have = self.table.num_blocks_R[sequence.slot] * BLOCK_TOKENS
@@ -89,9 +147,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever has happened, everything that waits can still be finished."""
         for _ in range(4000):
-            if not (self.scheduler.running or self.scheduler.waiting):
+            self.now += 6.0
+            if not (self.scheduler.running or self.scheduler.waiting or self.scheduler.fetches):
                 break
-            assert self.scheduler.plan(1, 1.0) is not None or not self.scheduler.running
+            assert self.scheduler.plan(self.version, self.now) is not None or not self.scheduler.running
             self.step(1, 0)
         assert not self.scheduler.running and not self.scheduler.waiting and self.scheduler.pool.used == 0
 

@@ -42,6 +42,8 @@ class ScriptedEngine:
         self.steps = 0
         self.failures: list[Exception] = []
         """What the next steps raise."""
+        self.on_ready: Callable[[], None] = lambda: None
+        self.idle_s: float | None = None
         self.tokens_prefilled = self.tokens_cached = self.preemptions = self.kv_age_max = 0
         self.speculation = SpeculationCounts()
         self.weight_bytes = self.kv_bytes = 0
@@ -97,6 +99,9 @@ class ScriptedEngine:
         if self.prepared is None or self.prepared.number != number:
             raise EngineError(f"commit({number}): not prepared")
         self.live, self.prepared = self.prepared, None
+
+    def block_values(self) -> dict[str, float]:
+        return {"engine/tiers/ram/hit_tokens": 3.0, "engine/tiers/ram/used_mib": 2.0}
 
     def pause(self) -> None:
         self.paused = True

@@ -71,6 +71,7 @@ class WideEngine(EmbeddedEngine):
         return weights
 
     def close(self) -> None:
+        super().close()
         self.bell.close()
 
     # ---- the step ----

@@ -1,0 +1,72 @@
+"""One fetch from the tiers: payloads in host memory, filled by the reader thread and copied to the device by the engine's."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.engine.blocks import Blocks
+from slipstream.engine.tiers.index import Place
+
+
+class TierFetch:
+    """See `engine.fetch.Fetch`. The engine's thread is woken once, when everything is there or nothing more will come."""
+
+    def __init__(self, blocks: Blocks, count: int, wake: Callable[[], None], counts: Counter[str]) -> None:
+        self.limit = count
+        """Blocks from here on do not come."""
+        self.done = False
+        self.cancelled = False
+        self._blocks, self._wake, self._counts = blocks, wake, counts
+        self._payloads: list[np.ndarray | None] = [None] * count
+        self._tiers = [""] * count
+        self._written = 0
+        self._late_at, self._late = 0.0, lambda: None
+
+    def late_after(self, seconds: float, late: Callable[[], None]) -> None:
+        """Call `late` when it is given up unfinished after so long."""
+        self._late_at, self._late = time.monotonic() + seconds, late
+
+    @property
+    def ready(self) -> bool:
+        return self.done
+
+    def write(self, blocks: Sequence[int]) -> int:
+        while self._written < self.limit and (payload := self._payloads[self._written]) is not None:
+            self._blocks.write(blocks[self._written], payload)
+            tier = self._tiers[self._written]
+            self._counts[f"{tier}/hit_tokens"] += self._blocks.block_tokens
+            self._counts[f"{tier}/read_bytes"] += payload.nbytes
+            self._written += 1
+        return self._written
+
+    def tier(self, index: int) -> str:
+        return self._tiers[index]
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if not self.done and time.monotonic() >= self._late_at:
+            self._late()
+
+    # ---- called by the hierarchy ----
+
+    def deliver(self, index: int, payload: np.ndarray, tier: str) -> None:
+        self._tiers[index] = tier
+        self._payloads[index] = payload
+
+    def finish(self) -> None:
+        self.done = True
+        if not self.cancelled:
+            self._wake()
+
+
+@dataclass(slots=True)
+class Work:
+    """What the reader has to load for a fetch: (index, key, tier, place) in order."""
+
+    fetch: TierFetch
+    items: list[tuple[int, bytes, str, Place]] = field(default_factory=list)
