@@ -22,10 +22,12 @@ from aiohttp import web
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig, load
+from slipstream.config.disaggregation import Role
 from slipstream.config.serve import EngineConfig
 from slipstream.engine.app import make_app
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
+from slipstream.engine.handoff.roles import in_role
 from slipstream.engine.metrics import report, write_once
 from slipstream.engine.room import check_room
 from slipstream.engine.wide.fit import check_wide
@@ -83,10 +85,11 @@ def made(folder: Path, config: EngineConfig, seq_len: int, seed: int, version: i
 async def _serve_run(driver: EngineDriver, config: RunConfig, run_folder: Path, replica: int, port: int) -> int:
     token = secrets.token_urlsafe(32)
     endpoint = run_folder / "endpoints" / f"engine-{replica}.json"
-    with MetricsWriter(run_folder, f"engine-{replica}") as writer:
+    with MetricsWriter(run_folder, f"engine-{replica}") as writer, contextlib.ExitStack() as role:
         async with serving(driver, config.model.path, config.engine.host, port, token) as (url, driving):
-            write_endpoint(endpoint, url, token)
-            log.info("engine-%d listens on %s", replica, url)
+            handoff = role.enter_context(in_role(driver, config.engine, run_folder, replica))
+            write_endpoint(endpoint, url, token, config.engine.role(replica), handoff)
+            log.info("engine-%d (%s) listens on %s", replica, config.engine.role(replica), url)
             reporting = asyncio.create_task(report(driver, writer))
             try:
                 return await _stopped(driving)
@@ -132,12 +135,12 @@ async def serving(
             await driving
 
 
-def write_endpoint(file: Path, url: str, token: str) -> None:
+def write_endpoint(file: Path, url: str, token: str, role: Role = "mixed", handoff: str = "") -> None:
     """Where a replica listens, for the other roles of the run: readable by its user only, never half-written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}.tmp")
     with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        json.dump({"url": url, "token": token, "pid": os.getpid()}, out)
+        json.dump({"url": url, "token": token, "pid": os.getpid(), "role": role, "handoff": handoff}, out)
     fresh.replace(file)
 
 

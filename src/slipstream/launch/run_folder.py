@@ -34,6 +34,7 @@ CHANGEABLE = (
     "checkpoint.",
     "cluster.",
     "eval.interval",
+    "engine.disaggregation.",
     "engine.ep.",
     "engine.host",
     "engine.kv_memory_mib",

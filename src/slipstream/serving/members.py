@@ -26,6 +26,10 @@ class Endpoint(msgspec.Struct, frozen=True):
     url: str
     token: str
     pid: int = 0
+    role: str = "mixed"
+    """prefill: it gets no requests, only handoffs; decode or mixed: it does."""
+    handoff: str = ""
+    """Where a prefill engine hands blocks over."""
 
 
 Locate = Callable[[], Endpoint]
