@@ -73,13 +73,12 @@ class HandoffSource:
             reception.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def ended(self, address: str, reception: Reception, seconds: float) -> None:
+    def ended(self, address: str, reception: Reception, error: HandoffError | None, seconds: float) -> None:
         """Books of one fetch: called once, by the engine's thread, possibly while the reception is still being told to stop."""
         self._open.discard(reception)
         complete, moved = reception.complete, reception.complete * self._form.block_bytes
         self._counts.update(fetches=1, blocks=complete, tokens=complete * self._form.block_tokens, bytes=moved)
         self._counts.update(shared_bytes=moved if reception.shared else 0, milliseconds=round(1000 * seconds))
-        error = reception.error if reception.done else None
         if 0 < complete == len(reception.rows):
             self.peers.succeeded(address)
         elif error is not None or seconds >= OWN_SHARE * self.timeout_s:
@@ -127,6 +126,7 @@ class HandoffFetch:
         if not self._open:
             return
         self._open = False
+        error = self._reception.error  # before `cancel`, which makes one of its own
         if not self._reception.done:
             self._reception.cancel()
-        self._source.ended(self._address, self._reception, time.monotonic() - self._began_s)
+        self._source.ended(self._address, self._reception, error, time.monotonic() - self._began_s)
