@@ -43,7 +43,7 @@ docs: $(VENV)/.installed  ## Regenerate the pages that come from the code
 	$(BIN)/python -m slipstream.planner.support > docs/support.md
 
 bench: $(VENV)/.installed  ## Every benchmark; JSON into benchmarks/results/
-	@for name in parity_families comm_bytes limits trainer engine kv_tiers speculation replay_kl replay_payload fp8_training fp8_engine trainer_memory stragglers async_vs_sync rl_vs_trl router wide_ep; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	@for name in parity_families comm_bytes limits trainer engine kv_tiers speculation replay_kl replay_payload fp8_training trainer_memory stragglers async_vs_sync rl_vs_trl router wide_ep pd_disagg; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:  ## Remove .venv and caches (runs/ and models/ stay)
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

@@ -71,6 +71,8 @@ class GenerateRequest:
     KV of an older policy, while the later turns of a running rollout keep theirs."""
     routing_from: int = 0
     """Return routing rows from this token position on (the caller already holds the earlier ones)."""
+    prefill_at: str = ""
+    """Handoff address of the engine that prefills the prompt, 'host:port', chosen by the pool; empty: where it is decoded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from benchmarks import (
     fp8_engine,
     kv_tiers,
     parity_families,
+    pd_disagg,
     rl_vs_trl,
     router,
     speculation,
@@ -260,3 +261,21 @@ def test_the_speculation_benchmark_writes_its_transcripts_with_and_without_guess
     by_kind = {row["text"]: row for row in rows}
     assert by_kind.keys() == set(speculation.KINDS) and all(row["speedup"] > 0 for row in rows)
     assert by_kind["repeating"]["tokens_per_step"] > 2 and by_kind["random"]["tokens_per_step"] < 1.1
+
+
+def test_the_trace_of_disaggregation_has_the_same_times_in_every_round_and_other_tokens():
+    trace = pd_disagg.Trace(seconds=8, chats=2, burst_every_s=4, burst=3, long_tokens=64)
+    first, second = trace.requests(1), trace.requests(2)
+    assert [(r["at"], len(r["prompt"])) for r in first] == [(r["at"], len(r["prompt"])) for r in second]
+    assert first[0]["prompt"] != second[0]["prompt"]
+    assert sum(len(r["prompt"]) == 64 for r in first) == 6 and len(first) == 22
+
+
+def test_disaggregation_is_compared_with_the_better_of_the_mixed_engines_round_by_round():
+    def run(setup: str, round_: int, p99: float, throughput: float) -> dict:
+        return {"setup": setup, "round": round_, "itl_p50_ms": 1.0, "itl_p99_ms": p99, "throughput": throughput}
+
+    runs = [run("whole", 1, 100, 10), run("chunked", 1, 40, 8), run("split", 1, 20, 8)]
+    runs += [run("whole", 2, 300, 10), run("chunked", 2, 80, 8), run("split", 2, 40, 8)]
+    found = pd_disagg.headline(runs)
+    assert (found["p99_ratio"], found["throughput_ratio"], found["against"]) == (0.5, 1.0, "chunked")

@@ -60,6 +60,9 @@ class RouterConfig(Section):
     breaker_most_s: float = Field(default=30.0, gt=0)
     slow_factor: float = Field(default=8.0, gt=1)
     """A replica that takes this many times the median replica's time for a token is kept out for a while like one that fails."""
+    prefill: Literal["worth_it", "always"] = "worth_it"
+    """Which prompts go to prefill engines, where there are any (engine.disaggregation). worth_it: those that cost all requests together
+    less time there than where they are decoded. always: each with a whole block that is presumably not cached."""
     urls: tuple[str, ...] = ()
     """Engines that somebody else runs, like 'http://10.0.0.5:8000': `slipstream rl` then starts none."""
     resolve: bool = False

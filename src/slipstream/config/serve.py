@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
+from slipstream.config.disaggregation import DisaggregationConfig, Role
 from slipstream.config.speculation import NoSpeculation, Speculation
 from slipstream.config.tiers import TiersConfig
 from slipstream.config.wide import WideConfig
@@ -42,6 +43,10 @@ class EngineBase(Section):
     def ranks(self) -> int:
         """Processes of ours that share one model."""
         return 1
+
+    def role(self, replica: int) -> Role:
+        """What replica number `replica` does."""
+        return "mixed"
 
     @model_validator(mode="after")
     def _cross_checks(self):
@@ -81,10 +86,17 @@ class EngineConfig(EngineBase):
     """Engine processes that share the experts of one model."""
     tiers: TiersConfig = TiersConfig()
     """Where KV goes that the device has no room for."""
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
 
     @property
     def ranks(self) -> int:
         return self.ep.ranks
+
+    def role(self, replica: int) -> Role:
+        prefill = self.disaggregation.prefill_replicas
+        if not prefill:
+            return "mixed"
+        return "prefill" if replica >= self.replicas - prefill else "decode"
 
     @model_validator(mode="after")
     def _embedded_checks(self):
@@ -102,6 +114,33 @@ class EngineConfig(EngineBase):
             raise ValueError(
                 f'engine.dtype = "float8" and engine.ep.ranks = {self.ep.ranks}: experts in FP8 are not shared between processes yet; use '
                 '"bfloat16" or "float32", or ranks = 1'
+            )
+        prefill = self.disaggregation.prefill_replicas
+        if prefill >= self.replicas and prefill:
+            raise ValueError(
+                f"engine.disaggregation.prefill_replicas = {prefill} and engine.replicas = {self.replicas}: at least one replica must "
+                "decode, so prefill_replicas must be below replicas"
+            )
+        if prefill and self.ep.ranks > 1:
+            raise ValueError(
+                f"engine.disaggregation.prefill_replicas = {prefill} and engine.ep.ranks = {self.ep.ranks}: processes that share "
+                "experts do not hand blocks over yet; use one of the two"
+            )
+        if prefill and not self.prefix_cache:
+            raise ValueError(
+                f"engine.disaggregation.prefill_replicas = {prefill} and engine.prefix_cache = false: blocks from a prefill engine are "
+                "found through the prefix cache; turn it on"
+            )
+        ports, handoffs = range(self.port, self.port + self.replicas), range(self.disaggregation.port, self.disaggregation.port + prefill)
+        if self.port and self.disaggregation.port and set(ports) & set(handoffs):
+            raise ValueError(
+                f"engine.port = {self.port}, replicas = {self.replicas} and engine.disaggregation.port = {self.disaggregation.port}: "
+                "replicas listen on engine.port + i, and prefill engines also on disaggregation.port + i: keep them apart"
+            )
+        if self.disaggregation.port + prefill > 65536:
+            raise ValueError(
+                f"engine.disaggregation.port = {self.disaggregation.port} and prefill_replicas = {prefill}: "
+                "the i-th prefill engine listens on port + i, at most 65535"
             )
         return self
 

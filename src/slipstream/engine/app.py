@@ -120,6 +120,8 @@ def _check(call: GenerateRequest) -> None:
         raise RequestError(f"sampling.seed = {sampling.seed!r}: expected an integer or nothing")
     if not all(isinstance(text, str) for text in sampling.stop) or not all(isinstance(i, int) for i in sampling.stop_token_ids):
         raise RequestError(f"sampling.stop = {sampling.stop!r}, stop_token_ids = {sampling.stop_token_ids!r}: expected texts, and integers")
+    if not isinstance(call.prefill_at, str):
+        raise RequestError(f"prefill_at = {call.prefill_at!r}: expected an address like 127.0.0.1:4711, or an empty string")
     if not isinstance(call.id, str) or not call.id:
         raise RequestError(f"id = {call.id!r}: expected a non-empty string")
     if call.prompt_T.ndim != 1 or call.prompt_T.dtype.name != "int32":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from slipstream.engine.handoff.exports import Export
 from slipstream.engine.speculation import SpeculationCounts
 from slipstream.errors import EngineBusy, EngineUnavailable
 from slipstream.ports import Hear
@@ -64,7 +66,7 @@ class SteppedEngine(Protocol):
 
     @property
     def seq_len(self) -> int: ...
-    def add(self, request: GenerateRequest) -> None: ...
+    def add(self, request: GenerateRequest, export: Export | None = None) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def step(self) -> StepResult: ...
     def recover(self) -> Sequence[str]:
@@ -116,6 +118,8 @@ class EngineDriver:
         self.failed_steps = 0
         """Steps that raised, since the start."""
         self._failed_in_a_row = 0
+        self.handoffs: Counter[str] = Counter()
+        """What `engine.handoff` has received and given, since the start."""
         self.prepare_s = 0.0
         """Seconds that the last prepare took; decoding went on."""
         self.commit_s = 0.0
@@ -132,6 +136,19 @@ class EngineDriver:
         Raises RequestError or EngineUnavailable, from the engine's `add` at once or from a failed step.
         """
         self._add(request)
+        return await self._completion(request)
+
+    async def prefill(self, request: GenerateRequest, export: Export) -> None:
+        """As `generate`, for the KV blocks of the prompt, which go to `export` as they are filled."""
+        self._add(request, export)
+        await self._completion(request)
+
+    def weights(self) -> tuple[int, str]:
+        """Live version and fingerprint. From any thread."""
+        state = self.engine.state()
+        return state.live_version, state.fingerprint
+
+    async def _completion(self, request: GenerateRequest) -> Completion:
         future = self._finish[request.id] = asyncio.get_running_loop().create_future()
         try:
             return await future
@@ -241,7 +258,7 @@ class EngineDriver:
         spans, self._spans = self._spans, []
         return spans
 
-    def _add(self, request: GenerateRequest) -> None:
+    def _add(self, request: GenerateRequest, export: Export | None = None) -> None:
         if self._failure is not None:
             raise EngineUnavailable(f"the engine is going down: {self._failure}")
         if request.id in self._finish:
@@ -249,7 +266,7 @@ class EngineDriver:
         if self._live < 0:
             raise EngineUnavailable("no policy version is live yet: prepare and commit one first")
         try:
-            self.engine.add(request)
+            self.engine.add(request, export)
         except EngineUnavailable as error:
             raise EngineBusy(str(error)) from None
         self._work.set()

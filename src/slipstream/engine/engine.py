@@ -25,6 +25,7 @@ from slipstream.config.serve import EngineConfig
 from slipstream.config.speculation import PromptLookup
 from slipstream.engine.blocks import Blocks
 from slipstream.engine.fetch import ENDINGS, BlockSource
+from slipstream.engine.handoff.exports import Export, Exports
 from slipstream.engine.kv import KvCache
 from slipstream.engine.runner import Runner
 from slipstream.engine.sampler import sample
@@ -106,6 +107,7 @@ class EmbeddedEngine:
             self.sources.append(self.tiers)
             self._scheduler.prefix.reclaimed = self.tiers.save
         self._bound_age(version)
+        self._exports = Exports(self.blocks, self._table)
         wide_head = config.head_dtype == "float32"
         self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts, wide_head)
         self._random = np.random.default_rng(seed)
@@ -128,8 +130,8 @@ class EmbeddedEngine:
 
     # ---- requests ----
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request; its completion comes out of a later `step`.
+    def add(self, request: GenerateRequest, export: Export | None = None) -> None:
+        """Queue a request; its completion comes out of a later `step`. `export`: where KV blocks of it go as they are filled.
 
         Raises RequestError: it can never succeed. EngineUnavailable: too many are waiting.
         """
@@ -144,6 +146,8 @@ class EmbeddedEngine:
         tokens_T = np.asarray(request.prompt_T, np.int32)
         sequence = Sequence(request, seed, limit, stop_ids, time.perf_counter(), tokens_T)
         self._by_id[request.id] = sequence
+        if export is not None:
+            self._exports.add(export, sequence)
         self._scheduler.waiting.append(sequence)
         self._stuck = False
 
@@ -200,7 +204,8 @@ class EmbeddedEngine:
         plan = None if self._paused else self._scheduler.plan(self._weights.number, began)
         self._stuck = plan is None and not self._paused
         if plan is not None:
-            logits_SV = self._runner.run(self._weights.model, plan)
+            logits_SV = self._runner.run(self._weights.model, plan, self._exports.begin(plan))
+            self._exports.end()
             self._postprocess(plan, logits_SV, result)
         self._ended = []  # not before: what has ended is handed out by the next step when this one fails
         self.busy_s += time.perf_counter() - began
@@ -218,6 +223,7 @@ class EmbeddedEngine:
             self._scheduler.prefix.clear()
         for sequence in lost:
             del self._by_id[sequence.id]
+            self._exports.drop(sequence.id)
         self.check_integrity()
         return [sequence.id for sequence in lost]
 
@@ -298,7 +304,10 @@ class EmbeddedEngine:
         self._scheduler.leave([sequence for sequence, _ in ended if sequence.slot >= 0])
         for sequence, reason in ended:
             del self._by_id[sequence.id]
-            self.outcomes[reason] += 1
+            if self._exports.drop(sequence.id):
+                self.tokens_generated -= len(sequence.logprobs_N)  # a prefill for another engine: nobody's tokens
+            else:
+                self.outcomes[reason] += 1
             routing, kv_age = held[id(sequence)]
             tokens_N = sequence.tokens_T[sequence.prompt_tokens :]
             into.append(

@@ -48,9 +48,21 @@ COUNTERS = frozenset(
         "engine/tiers/<tier>/damaged",
         "engine/speculation/drafted",
         "engine/speculation/accepted",
+        "engine/handoff/fetches",
+        "engine/handoff/failures",
+        "engine/handoff/blocks",
+        "engine/handoff/tokens",
+        "engine/handoff/bytes",
+        "engine/handoff/shared_bytes",
+        "engine/handoff/served",
+        "engine/handoff/refused",
+        "engine/handoff/dropped",
+        "engine/handoff/sent_bytes",
+        "engine/time/handoff_s",
     }
 )
 """Keys and families of keys that only grow while the process lives; the others are gauges."""
+HANDOFFS = ("fetches", "failures", "blocks", "tokens", "bytes", "shared_bytes", "served", "refused", "dropped", "sent_bytes")
 
 
 def engine_values(driver: EngineDriver) -> dict[str, float]:
@@ -78,6 +90,8 @@ def engine_values(driver: EngineDriver) -> dict[str, float]:
         "engine/speculation/tokens_per_step": engine.speculation.tokens_per_step,
         "engine/memory/weight_mib": engine.weight_bytes / 2**20,
         "engine/memory/kv_mib": engine.kv_bytes / 2**20,
+        **{f"engine/handoff/{name}": driver.handoffs[name] for name in HANDOFFS},
+        "engine/time/handoff_s": driver.handoffs["milliseconds"] / 1000,
         "engine/memory/rss_mib": psutil.Process().memory_info().rss / 2**20,
         **engine.block_values(),
         **driver.more_values(),

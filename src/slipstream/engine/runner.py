@@ -14,6 +14,7 @@ K experts, E expert count.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,11 +50,13 @@ class FlatBatch:
 class PagedContext:
     """The engine's side of `models.context.Context`, for one pass."""
 
-    def __init__(self, cache: KvCache, batch: FlatBatch, scale: float) -> None:
+    def __init__(self, cache: KvCache, batch: FlatBatch, scale: float, written: Callable[[int], None] | None = None) -> None:
+        """`written` is called with each layer whose keys and values are all in the cache."""
         self.ids_LTK: list[torch.Tensor] = []
         self._selected: dict[int, torch.Tensor | None] = {}
         self._cache = cache
         self._scale = scale
+        self._written = written
         self._slots_T = torch.from_numpy(batch.slots_T)
         self._block_table_SB = torch.from_numpy(batch.block_table_SB)
         self._query_starts_S1 = torch.from_numpy(batch.query_starts_S1)
@@ -62,6 +65,8 @@ class PagedContext:
     def attend(self, layer: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, sight: Sight | None = None) -> torch.Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         write_kv(k_TGd, v_TGd, keys, values, self._slots_T)
+        if self._written is not None:
+            self._written(layer)
         return paged_attention(q_THd, keys, values, self._block_table_SB, self._query_starts_S1, self._context_S, self._scale, sight)
 
     def attend_latent(
@@ -104,15 +109,20 @@ class Runner:
         self.expert_load_LE = np.zeros((cache.num_moe_layers, num_experts if cache.num_moe_layers else 0), np.int64)
         """Tokens that each expert has processed."""
 
-    def run(self, model: LanguageModel, plan: Plan) -> torch.Tensor:
+    def run(self, model: LanguageModel, plan: Plan, written: Callable[[int], None] | None = None) -> torch.Tensor:
         """Process the planned tokens. Returns fp32 logits of the sequences that sample, in plan order (none: 0 rows): of the last known
-        token, and of each guess behind it."""
+        token, and of each guess behind it.
+
+        `written` is called with each layer, in order, once the cache has all its keys and values; by the fused kernel not at all.
+        """
         if model is not self._bound:
             self._bound, self._fused = model, bind(model, self._cache, self.expert_load_LE)
             narrow = model.dtype != torch.float32 and not self._wide_head
             self._min_rows = 1 if narrow or self._fused is not None else MIN_ROWS
         batch = self._flat(plan)
-        hidden_TD = self._forward_fused(self._fused, batch) if self._fused is not None else self._forward(model, batch, plan.num_tokens)
+        hidden_TD = (
+            self._forward_fused(self._fused, batch) if self._fused is not None else self._forward(model, batch, plan.num_tokens, written)
+        )
         if plan.num_tokens == plan.num_decode:
             return self._logits(model, hidden_TD)[: plan.num_tokens]
         ends_S, rows_S = batch.query_starts_S1[1 : len(plan.slots_S) + 1], plan.samples_S * (1 + plan.drafts_S)
@@ -135,8 +145,8 @@ class Runner:
     def _forward_fused(self, fused: FusedDecoder, b: FlatBatch) -> torch.Tensor:
         return fused.forward(b.tokens_T, b.positions_T, b.slots_T, b.block_table_SB, b.query_starts_S1, b.context_S)
 
-    def _forward(self, model: LanguageModel, batch: FlatBatch, num_tokens: int) -> torch.Tensor:
-        context = PagedContext(self._cache, batch, self._scale)
+    def _forward(self, model: LanguageModel, batch: FlatBatch, num_tokens: int, written: Callable[[int], None] | None) -> torch.Tensor:
+        context = PagedContext(self._cache, batch, self._scale, written)
         hidden_TD = model(torch.from_numpy(batch.tokens_T), torch.from_numpy(batch.positions_T), context)
         if context.ids_LTK and self._cache.num_moe_layers:
             self._capture(context.ids_LTK, batch.slots_T[:num_tokens])

@@ -26,6 +26,7 @@ from slipstream.config.serve import EngineConfig, embedded
 from slipstream.engine.app import make_app
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
+from slipstream.engine.handoff.roles import in_role
 from slipstream.engine.metrics import report, write_once
 from slipstream.engine.room import check_room
 from slipstream.engine.wide.fit import check_wide
@@ -82,12 +83,13 @@ def made(folder: Path, config: EngineConfig, seq_len: int, seed: int, version: i
 
 
 async def _serve_run(driver: EngineDriver, config: RunConfig, run_folder: Path, replica: int, port: int) -> int:
-    token = secrets.token_urlsafe(32)
+    token, engine = secrets.token_urlsafe(32), embedded(config.engine)
     endpoint = run_folder / "endpoints" / f"engine-{replica}.json"
-    with MetricsWriter(run_folder, f"engine-{replica}") as writer:
+    with MetricsWriter(run_folder, f"engine-{replica}") as writer, contextlib.ExitStack() as role:
         async with serving(driver, config.model.path, config.engine.host, port, token) as (url, driving):
-            write_endpoint(endpoint, url, token)
-            log.info("engine-%d listens on %s", replica, url)
+            handoff = role.enter_context(in_role(driver, engine, run_folder, replica))
+            write_endpoint(endpoint, url, token, engine.role(replica), handoff)
+            log.info("engine-%d (%s) listens on %s", replica, engine.role(replica), url)
             reporting = asyncio.create_task(report(driver, writer))
             try:
                 return await _stopped(driving)

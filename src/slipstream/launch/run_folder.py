@@ -35,6 +35,7 @@ CHANGEABLE = (
     "checkpoint.",
     "cluster.",
     "eval.interval",
+    "engine.disaggregation.",
     "engine.ep.",
     "engine.host",
     "engine.kv_memory_mib",

@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 from yarl import URL
 
+from slipstream.config.disaggregation import Role
 from slipstream.config.router import RouterConfig
 from slipstream.errors import ConfigError, EngineUnavailable
 
@@ -27,6 +28,10 @@ class Endpoint(msgspec.Struct, frozen=True):
     url: str
     token: str
     pid: int = 0
+    role: str = "mixed"
+    """prefill: it gets no requests, only handoffs; decode or mixed: it does."""
+    handoff: str = ""
+    """Where a prefill engine hands blocks over."""
 
 
 Locate = Callable[[], Endpoint]
@@ -115,10 +120,10 @@ def read_endpoint(file: Path) -> Endpoint:
         raise EngineUnavailable(f"{file} cannot be read: {error}") from None
 
 
-def write_endpoint(file: Path, url: str, token: str) -> None:
+def write_endpoint(file: Path, url: str, token: str, role: Role = "mixed", handoff: str = "") -> None:
     """Where a replica listens, for the other roles of the run: readable by its user only, never half-written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}.tmp")
     with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        json.dump({"url": url, "token": token, "pid": os.getpid()}, out)
+        json.dump({"url": url, "token": token, "pid": os.getpid(), "role": role, "handoff": handoff}, out)
     fresh.replace(file)

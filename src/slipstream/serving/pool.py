@@ -102,10 +102,13 @@ class EnginePool:
         ask, busy, sends = self.router.ask(request), set[str](), 0
         while True:
             replica, sent, probe = await self._take(ask, busy)
+            away = self.router.elsewhere(sent, {r.name: r.handoff for r in self.fleet.replicas if r.handoff}, self.fleet.now())
             engine, ok = replica.engine, None
             try:
-                completion = await call(engine, request)
+                completion = await call(engine, replace(request, prefill_at=away.address) if away else request)
                 ok = True
+                if away:
+                    self.router.prefills.answered(away, completion, self.fleet.now())
                 self.router.answered(sent, completion, self.fleet.now())
                 return completion
             except EngineBusy as error:
@@ -121,6 +124,8 @@ class EnginePool:
                 self.retries += 1
             finally:
                 self.router.ended(sent)
+                if away:
+                    self.router.prefills.ended(away)
                 replica.breaker.ended(probe, ok, self.fleet.now())
                 if probe or replica.draining:
                     self.fleet.wake()
@@ -210,6 +215,7 @@ class EnginePool:
             "router/retries/count": self.retries,
             "router/slow/count": self.fleet.counts["slow"],
             "router/down/count": self.fleet.counts["down"],
+            **{f"router/prefills/{name}": self.router.prefills.counts[name] for name in ("there", "here", "tokens", "came")},
             **{f"router/rejections/{reason}": count for reason, count in self.rejections.items()},
         }
 

@@ -54,7 +54,17 @@ class Replica:
 
     def takes(self, now: float) -> bool:
         """Whether a request may go to it."""
-        return self.ready and self.breaker.allows(now)
+        return self.ready and self.breaker.allows(now) and not self.prefills
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it only prefills for others."""
+        return self._endpoint is not None and self._endpoint.role == "prefill"
+
+    @property
+    def handoff(self) -> str:
+        """Where it hands blocks over now; '' when it does not."""
+        return self._endpoint.handoff if self._endpoint is not None and self.prefills and self.ready else ""
 
     def why_not(self, now: float) -> str:
         """The word for a replica that takes no requests."""

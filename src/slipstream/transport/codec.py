@@ -12,7 +12,13 @@ from slipstream.types import Batch, Completion, GenerateRequest, MicroBatch, Rou
 
 def encode_request(request: GenerateRequest) -> bytes:
     """In one piece: it is small."""
-    meta = {"id": request.id, "salt": request.salt, "routing_from": request.routing_from, "sampling": request.sampling}
+    meta = {
+        "id": request.id,
+        "salt": request.salt,
+        "routing_from": request.routing_from,
+        "prefill_at": request.prefill_at,
+        "sampling": request.sampling,
+    }
     return b"".join(encode("generate_request", meta, {"prompt": request.prompt_T}))
 
 
@@ -20,7 +26,7 @@ def decode_request(data: bytes | memoryview) -> GenerateRequest:
     meta, arrays = decode(data, "generate_request")
     sampling = meta["sampling"]
     sampling["stop"], sampling["stop_token_ids"] = tuple(sampling["stop"]), tuple(sampling["stop_token_ids"])
-    return GenerateRequest(meta["id"], arrays["prompt"], Sampling(**sampling), meta["salt"], meta["routing_from"])
+    return GenerateRequest(meta["id"], arrays["prompt"], Sampling(**sampling), meta["salt"], meta["routing_from"], meta["prefill_at"])
 
 
 def encode_completion(completion: Completion) -> Pieces:

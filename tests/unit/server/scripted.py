@@ -53,7 +53,7 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.ended or (self.running and not self.paused))
 
-    def add(self, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest, export: object = None) -> None:
         if len(self.running) >= self.max_waiting:
             raise EngineUnavailable(f"request {request.id}: {self.max_waiting} requests are waiting already")
         if len(request.prompt_T) >= self.seq_len:

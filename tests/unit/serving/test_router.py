@@ -37,7 +37,9 @@ def answer(router: Router, sent: Sent, cached: int | None = None, sampled: int =
     cached = sent.held if cached is None else cached
     tokens_N = np.full(sampled, 7, np.int32)
     timings = Timings(0.0, prefill_s, 0.0)
-    router.answered(sent, Completion("x", tokens_N, np.zeros(sampled, np.float32), ((0, sampled),), "stop", None, cached, 0, timings), now)
+    router.answered(
+        sent, Completion("x", tokens_N, np.zeros(sampled, np.float32), ((0, sampled),), "stop", cached_tokens=cached, timings=timings), now
+    )
     router.ended(sent)
 
 

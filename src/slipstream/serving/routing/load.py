@@ -36,6 +36,11 @@ class Load:
         """The whole time of requests by their sampled tokens: moving averages of both, so that a short answer weighs little."""
         return self._took_s / self._sampled if self._sampled else 0.0
 
+    @property
+    def rate(self) -> float:
+        """Prompt tokens a second, as answers have shown; 0: not known yet."""
+        return self._rate
+
     def look(self, now: float) -> float:
         """The pending tokens now."""
         self.pending = max(0.0, self.pending - self._rate * (now - self._looked_s))

@@ -21,6 +21,7 @@ import numpy as np
 
 from slipstream.config.router import RouterConfig
 from slipstream.serving.keys import extend_keys
+from slipstream.serving.routing.disaggregate import Elsewhere, Prefills, Side
 from slipstream.serving.routing.load import ENOUGH_ANSWERS, Load
 from slipstream.serving.routing.policies import View, make_policy
 from slipstream.serving.routing.prefixes import PrefixIndex
@@ -84,6 +85,7 @@ class Router:
         self._sessions = Sessions()
         self._known: dict[str, _Known] = {}
         self._block_tokens = BLOCK_TOKENS
+        self.prefills = Prefills(config.prefill)
         self.decisions: Counter[str] = Counter()
         self.moves: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
@@ -119,6 +121,18 @@ class Router:
         sent = self._book(ask, name, held.get(name, 0), now)
         self.decision_s += perf_counter() - started
         return sent
+
+    def elsewhere(self, sent: Sent, peers: Mapping[str, str], now: float) -> Elsewhere | None:
+        """The prefill engine for a request that has just been booked, if one is worth it. `peers`: those that serve, name -> address."""
+        if not peers:
+            return None
+        load, uncached = self._at(sent.replica).load, sent.ask.prompt_tokens - sent.held
+        here = Side(max(0.0, load.look(now) - uncached), load.rate, load.requests - 1)
+        whole = (sent.ask.prompt_tokens - 1) // self._block_tokens * self._block_tokens
+        away = self.prefills.choose(whole - sent.held, here, peers, now)
+        if away is not None:
+            load.pending = here.pending
+        return away
 
     def answered(self, sent: Sent, completion: Completion, now: float) -> None:
         """Learn from an answer: what was really cached, how fast it was, and that prompt and completion are in the cache now."""
@@ -158,6 +172,7 @@ class Router:
         known = self._at(name)
         known.state = None
         known.load.reset()
+        self.prefills.restarted(name)
 
     def removed(self, name: str) -> None:
         """It is no longer part of the pool."""

@@ -95,7 +95,17 @@ def completion(request: GenerateRequest, answer: Mapping[str, Any], timings: Tim
     if not (np.isfinite(logprobs_N) & (logprobs_N > NO_LOGPROB)).all():
         raise EngineUnavailable(f"request {request.id}: a logprob from vLLM is missing or not a number: the weights are broken")
     age = _age(request.salt, cached, versions)
-    return Completion(request.id, tokens_N, logprobs_N, versions, reason, None, cached, age, timings)
+    return Completion(
+        request.id,
+        tokens_N,
+        logprobs_N,
+        versions,
+        reason,
+        cached_tokens=cached,
+        cached_by_tier={"device": cached},
+        kv_age=age,
+        timings=timings,
+    )
 
 
 def nothing(request: GenerateRequest) -> Completion:
