@@ -72,7 +72,7 @@ def made(folder: Path, config: EngineConfig, seq_len: int, seed: int, version: i
             yield EngineDriver(engine)
         return
     check_wide(read_spec(folder, impl), config, impl)
-    from slipstream.engine.wide.driver import WideDriver  # an engine that is alone needs no torch.distributed, which takes long to import
+    from slipstream.engine.wide.driver import WideDriver  # an engine that is alone needs no process groups, which take long to import
     from slipstream.engine.wide.engine import WideEngine
     from slipstream.parallel.wide import joined
 

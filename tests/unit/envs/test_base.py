@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -7,6 +8,9 @@ import pytest
 from slipstream.config.envs import EnvConfig
 from slipstream.envs.base import BUILT_IN, Env, count_tasks, draw_task, load_env
 from slipstream.errors import ConfigError, EnvError, StateError
+
+HERE = [id_ for id_ in BUILT_IN if id_ != "calculator-agent" or find_spec("agents")]
+"""Those whose optional package is installed."""
 
 
 class Mine(Env):
@@ -25,7 +29,7 @@ def config(id_, **fields):
     return EnvConfig(id=id_, **fields)
 
 
-@pytest.mark.parametrize("id_", BUILT_IN)
+@pytest.mark.parametrize("id_", HERE)
 def test_every_built_in_environment_loads_by_name(id_):
     env = load_env(config(id_, name="label", turn_timeout_s=7), seed=5)
     assert (env.name, env.seed, env.hook_timeout_s) == ("label", 5, 7)
@@ -46,7 +50,7 @@ def test_an_argument_of_the_wrong_type_is_named_before_the_class_sees_it(id_, ar
         load_env(config(id_, args=args), seed=0)
 
 
-@pytest.mark.parametrize("id_", BUILT_IN)
+@pytest.mark.parametrize("id_", HERE)
 def test_tasks_are_deterministic_in_seed_split_and_index(id_):
     one, same, other = (load_env(config(id_), seed) for seed in (1, 1, 2))
     tasks = [one.task("train", i) for i in range(30)]
@@ -56,7 +60,7 @@ def test_tasks_are_deterministic_in_seed_split_and_index(id_):
     assert [task.index for task in tasks] == list(range(30))
 
 
-@pytest.mark.parametrize("id_", BUILT_IN)
+@pytest.mark.parametrize("id_", HERE)
 def test_no_held_out_task_of_any_seed_is_ever_a_training_task(id_):
     for args in {"calculator": ({"max_operand": 4}, {}), "reverse-text": ({"num_words": 1, "word_len": 2}, {})}.get(id_, ({},)):
         env, held_out_env = (load_env(config(id_, args=args), seed) for seed in (3, 4))
@@ -66,7 +70,7 @@ def test_no_held_out_task_of_any_seed_is_ever_a_training_task(id_):
         assert len(held_out) > 4
 
 
-@pytest.mark.parametrize("id_", BUILT_IN)
+@pytest.mark.parametrize("id_", HERE)
 async def test_every_demonstration_earns_the_full_reward_and_every_noisy_one_mostly_less(id_):
     env, rng = load_env(config(id_), seed=1), np.random.default_rng(0)
     rewards = {0.0: [], 1.0: []}
