@@ -67,9 +67,9 @@ FAULTS = {
         "EP 2",
     ),
     "a stale replay row": (
-        "orchestrator/samples.py",
-        "ids_TLK[rows][new_R] = part.ids_TLK[: len(new_R)][new_R]",
-        "ids_TLK[rows][new_R] = np.roll(part.ids_TLK[: len(new_R)], 1, axis=0)[new_R]",
+        "orchestrator/pack.py",
+        "ids_RLK[:] = part.ids_TLK[: len(new_R)]",
+        "ids_RLK[:] = np.roll(part.ids_TLK[: len(new_R)], 1, axis=0)",
         1,
         "engine = trainer: experts",
     ),
@@ -82,8 +82,8 @@ FAULTS = {
     ),
     "a precision map that differs": (
         "models/fp8.py",
-        "if name in columns:\n            owner,",
-        'if name in columns and not name.endswith("down"):\n            owner,',
+        "if name in columns:\n            made.append",
+        'if name in columns and not name.endswith("down"):\n            made.append',
         1,
         "precision map",
     ),
