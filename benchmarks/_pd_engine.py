@@ -20,13 +20,13 @@ import numpy as np
 
 from slipstream.config.disaggregation import DisaggregationConfig
 from slipstream.config.serve import EngineConfig
-from slipstream.engine.driver import EngineDriver, Event
+from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.handoff.listener import HandoffListener
 from slipstream.engine.handoff.roles import form_of
 from slipstream.engine.handoff.source import HandoffSource
 from slipstream.engine.local import local_engine
-from slipstream.types import Completion, GenerateRequest, Sampling
+from slipstream.types import GenerateRequest, Sampling, TokenPiece
 
 SEQ_LEN = 2304
 NAMES = itertools.count()
@@ -64,22 +64,17 @@ async def play(driver: EngineDriver, job: dict[str, Any]) -> dict[str, Any]:
 
 async def one(driver: EngineDriver, start: float, request: dict[str, Any]) -> tuple[float, list[float]]:
     """When it arrived, and when each of its tokens came."""
-    arrived, times, done = start + request["at"], [], asyncio.Event()
+    arrived, times = start + request["at"], list[float]()
     await asyncio.sleep(arrived - time.time())
 
-    def hear(event: Event) -> None:
-        if isinstance(event, Exception):
-            raise event
-        if isinstance(event, Completion):
-            done.set()
-        else:
-            times.extend([time.time()] * len(event[0]))
+    def hear(piece: TokenPiece) -> None:
+        times.extend([time.time()] * len(piece.tokens_N))
 
     sampling = Sampling(max_tokens=request["tokens"], seed=0)
     prompt_T = np.array(request["prompt"], np.int32)
-    with driver.listen(GenerateRequest(f"r{next(NAMES)}", prompt_T, sampling, prefill_at=request["prefill_at"]), hear):
-        await done.wait()
-    return arrived, times
+    call = GenerateRequest(f"r{next(NAMES)}", prompt_T, sampling, prefill_at=request["prefill_at"])
+    completion = await driver.stream(call, hear)
+    return arrived, [*times, *[time.time()] * (len(completion.tokens_N) - len(times))]  # the last step's come with the completion
 
 
 if __name__ == "__main__":

@@ -40,6 +40,15 @@ from slipstream.transport.weights import TENSORS_FILE
 NAMES = sorted(file.stem for file in Path(rl_vs_trl.__file__).parent.glob("*.py") if not file.stem.startswith("_"))
 
 
+HIDDEN = sorted(file.stem for file in Path(rl_vs_trl.__file__).parent.glob("_[a-z]*.py") if file.stem != "_trl_worker")
+"""Their helpers, but for the one that runs where trl is."""
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_benchmarks_start_imports(name):
+    importlib.import_module(f"benchmarks.{name}")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_imports_and_says_what_it_does(name):
     assert importlib.import_module(f"benchmarks.{name}").__doc__
