@@ -20,7 +20,7 @@ from slipstream.config.vllm import VllmConfig
 
 
 def _engine_type(value: Any) -> str:
-    return value.get("type", "embedded") if isinstance(value, Mapping) else value.type
+    return value.get("type", "embedded") if isinstance(value, Mapping) else getattr(value, "type", "")
 
 
 AnyEngine = Annotated[
