@@ -197,6 +197,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engines_of_somebody_else(self):
+        prefill = self.engine.disaggregation.prefill_replicas if isinstance(self.engine, EngineConfig) else 0
+        if self.router.urls and prefill:
+            raise ValueError(
+                f"engine.disaggregation.prefill_replicas = {prefill} and router.urls = {list(self.router.urls)}: engines that somebody "
+                "else runs have no roles, and every one of them prefills and decodes; leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _trainer_and_engine_round_alike(self):
         if self.model.impl == "hf" and self.engine.dtype == "float8":
             raise ValueError(

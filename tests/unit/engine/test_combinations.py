@@ -14,7 +14,7 @@ from slipstream.config.disaggregation import DisaggregationConfig
 from slipstream.config.tiers import TiersConfig
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.types import Completion, GenerateRequest
-from tests.unit.engine.helpers import ask, make_engine, prompt
+from tests.unit.engine.helpers import ask, make_engine
 from tests.unit.engine.test_disaggregation import pair
 from tests.unit.engine.test_speculation import EAGER, repeating
 from tests.unit.engine.test_weights import publish, swap
@@ -69,19 +69,14 @@ def check(done: dict[str, Completion], expected: dict[str, Completion], gap: flo
         np.testing.assert_allclose(a.logprobs_N, b.logprobs_N, rtol=0, atol=gap)
 
 
-@pytest.mark.parametrize("tiers", [False, True])
-@pytest.mark.parametrize("guess", [False, True])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), FORMS)
-def test_guesses_tiers_and_a_cache_in_fp8_together(moe_folder: Path, tmp_path: Path, dtype: str, kv_dtype: str, guess: bool, tiers: bool):
+def test_guesses_tiers_and_a_cache_in_fp8_together(moe_folder: Path, tmp_path: Path, dtype: str, kv_dtype: str):
     form = {"dtype": dtype, "kv_dtype": kv_dtype, "kv_memory_mib": 2, "max_running": 4}
     expected = play(make_engine(moe_folder, **form), requests())
-    more = dict(EAGER) if guess else {}
-    if tiers:
-        more["tiers"] = TiersConfig(ram_mib=1, disk_path=tmp_path, disk_mib=4, min_tokens=4)
-    with closing(shrink(make_engine(moe_folder, **form, **more))) as engine:
+    tiers = TiersConfig(ram_mib=1, disk_path=tmp_path, disk_mib=4, min_tokens=4)
+    with closing(shrink(make_engine(moe_folder, **form, **EAGER, tiers=tiers))) as engine:
         done = play(engine, requests())
-        assert engine.speculation.accepted > 0 or not guess
-        assert not tiers or any(set(c.cached_by_tier) - {"device"} for c in done.values())
+        assert engine.speculation.accepted > 0 and any(set(c.cached_by_tier) - {"device"} for c in done.values())
     check(done, expected)
 
 
@@ -92,9 +87,8 @@ def published(moe_folder: Path, other_folder: Path, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=str)
-@pytest.mark.parametrize("guess", [False, True])
-def test_tiers_keep_what_an_update_keeps_and_no_more(moe_folder: Path, published, update: dict, guess: bool):
-    form = {"kv_memory_mib": 2, "max_running": 4, **update, **(EAGER if guess else {})}
+def test_tiers_keep_what_an_update_keeps_and_no_more(moe_folder: Path, published, update: dict):
+    form = {"kv_memory_mib": 2, "max_running": 4, **update, **EAGER}
     expected = play(make_engine(moe_folder, **form), requests(3), versions=published)
     with closing(shrink(make_engine(moe_folder, **form, tiers=TiersConfig(ram_mib=4, min_tokens=4)))) as engine:
         done = play(engine, requests(3), versions=published)
@@ -105,10 +99,9 @@ def test_tiers_keep_what_an_update_keeps_and_no_more(moe_folder: Path, published
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=str)
-@pytest.mark.parametrize("guess", [False, True])
-def test_several_at_a_time_with_guesses_tiers_and_updates_end_whole(moe_folder: Path, published, update: dict, guess: bool):
+def test_several_at_a_time_with_guesses_tiers_and_updates_end_whole(moe_folder: Path, published, update: dict):
     """Which step an update falls on differs, so only what must always hold is checked."""
-    form = {"kv_memory_mib": 2, "max_running": 4, **update, **(EAGER if guess else {})}
+    form = {"kv_memory_mib": 2, "max_running": 4, **update, **EAGER}
     with closing(shrink(make_engine(moe_folder, **form, tiers=TiersConfig(ram_mib=1, min_tokens=4)))) as engine:
         done = play(engine, requests(4), together=6, versions=published)
         again = play(engine, [replace(r, id=f"{r.id}/again", salt=2) for r in requests()])
@@ -124,11 +117,10 @@ def test_several_at_a_time_with_guesses_tiers_and_updates_end_whole(moe_folder: 
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), FORMS)
-@pytest.mark.parametrize("guess", [False, True])
-async def test_a_prefill_engine_with_guesses_tiers_and_a_cache_in_fp8(moe_folder: Path, dtype: str, kv_dtype: str, guess: bool):
+async def test_a_prefill_engine_with_guesses_tiers_and_a_cache_in_fp8(moe_folder: Path, dtype: str, kv_dtype: str):
     form = {"dtype": dtype, "kv_dtype": kv_dtype, "kv_memory_mib": 2, "max_running": 4, "max_step_tokens": 32}
     expected = play(make_engine(moe_folder, **form), requests())
-    more = {**(EAGER if guess else {}), "tiers": TiersConfig(ram_mib=1, min_tokens=4)}
+    more = {**EAGER, "tiers": TiersConfig(ram_mib=1, min_tokens=4)}
     engines = [shrink(make_engine(moe_folder, **form, **more)) for _ in range(2)]
     done: dict[str, Completion] = {}
     with closing(engines[0]), closing(engines[1]):
