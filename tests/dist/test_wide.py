@@ -15,7 +15,7 @@ from slipstream.engine.engine import EmbeddedEngine
 from slipstream.transport.weights import fingerprint_file
 from slipstream.types import PolicyVersion
 from tests.dist.conftest import start
-from tests.dist.wide_cases import SEQ_LEN, SERVED, WORLD, plain, request, requests, run, settings, write_all
+from tests.dist.wide_cases import SEQ_LEN, SERVED, WORLD, one_by_one, plain, request, requests, run, settings, write_all
 
 CASES = {**{name: (name, "float32") for name in SERVED}, "bfloat16": ("qwen3_moe", "bfloat16"), "copies": ("qwen3_moe", "float32")}
 Ranks = list[dict[str, Any]]
