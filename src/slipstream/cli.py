@@ -332,6 +332,12 @@ def engine(
 
     assert model is not None
     _check_model(model)
+    for key in ("type", "replicas", "ep.ranks", "disaggregation"):
+        if any(text.strip().startswith(key) for text in sets):
+            raise ConfigError(
+                f"engine --model --set {key}: one process of the embedded engine stands alone; --ranks N shares the experts, and "
+                "`slipstream rl` starts replicas, prefill engines and vLLM"
+            )
     config = load(EngineConfig, (), [f"host={host}", f"port={port}", f"replicas={ranks}", f"ep.ranks={ranks}", *sets])
     if processes.needed(config.ep.ranks):
         check_wide(read_spec(model, impl), config, impl)

@@ -15,7 +15,7 @@ from slipstream.engine.engine import EmbeddedEngine
 from slipstream.transport.weights import fingerprint_file
 from slipstream.types import PolicyVersion
 from tests.dist.conftest import start
-from tests.dist.wide_cases import SEQ_LEN, SERVED, WORLD, plain, request, requests, run, settings, write_all
+from tests.dist.wide_cases import SEQ_LEN, SERVED, WORLD, one_by_one, plain, request, requests, run, settings, write_all
 
 CASES = {**{name: (name, "float32") for name in SERVED}, "bfloat16": ("qwen3_moe", "bfloat16"), "copies": ("qwen3_moe", "float32")}
 Ranks = list[dict[str, Any]]
@@ -74,6 +74,18 @@ def test_four_ranks_together_are_one_process_with_all_requests(ranks: Ranks, fol
     for name, (tokens_N, logprobs_N, ids_TLK) in expected.items():
         assert torch.equal(found[name][0], tokens_N) and torch.equal(found[name][2], ids_TLK), name
         torch.testing.assert_close(found[name][1], logprobs_N, rtol=0, atol=5e-6)
+
+
+def test_guesses_tiers_and_a_cache_in_fp8_change_nothing_of_what_a_rank_says(ranks: Ranks, folder: Path, torch_path):
+    """Guesses change the sizes of batches: the same tokens and routing rows, and logprobs to 5e-6."""
+    for number, rank in enumerate(ranks):
+        plainly = EmbeddedEngine(folder / "qwen3_moe", settings(ranks=1).replace(kv_dtype="float8"), SEQ_LEN)
+        expected = plain(one_by_one(plainly, number))
+        found = rank["at once"]
+        assert found["accepted"] > 0 and "ram" in found["tiers"] and found["done"].keys() == expected.keys()
+        for name, (tokens_N, logprobs_N, ids_TLK) in expected.items():
+            assert torch.equal(found["done"][name][0], tokens_N) and torch.equal(found["done"][name][2], ids_TLK), name
+            torch.testing.assert_close(found["done"][name][1], logprobs_N, rtol=0, atol=5e-6)
 
 
 def test_the_rank_without_requests_serves_its_experts_and_all_fall_asleep_after_the_same_vote(ranks: Ranks):

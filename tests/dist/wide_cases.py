@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from slipstream.config.serve import EngineConfig
+from slipstream.config.speculation import PromptLookup
+from slipstream.config.tiers import TiersConfig
 from slipstream.config.wide import WideConfig
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.models import hf
@@ -53,6 +55,25 @@ def settings(dtype: str = "float32", prefix_cache: bool = True, **ep) -> EngineC
     wide = WideConfig(**{"ranks": WORLD, "rebalance_steps": 0, "timeout_s": 120.0, **ep})
     small = {"block_tokens": 4, "kv_memory_mib": 1, "max_running": 16, "max_step_tokens": 24}
     return EngineConfig(replicas=wide.ranks, ep=wide, dtype=dtype, prefix_cache=prefix_cache, **small)  # type: ignore[arg-type]
+
+
+ALL_AT_ONCE = {"speculation": PromptLookup(overhead_tokens=1e9), "tiers": TiersConfig(ram_mib=2, min_tokens=4), "kv_dtype": "float8"}
+"""Guesses wherever something matches, RAM behind a device that is too small, and keys and values in FP8."""
+
+
+def repeating(rank: int) -> list[GenerateRequest]:
+    """Prompts that repeat themselves, greedy, the same ones twice: what the first time left on the device is gone by then."""
+    phrases = [np.tile(np.random.default_rng(10 * rank + i).integers(0, 49, 5).astype(np.int32), 6) for i in range(4)]
+    sampling = Sampling(temperature=0.0, max_tokens=24)
+    return [GenerateRequest(f"r{rank}/{i}/{turn}", phrases[i], sampling) for turn in range(2) for i in range(4)]
+
+
+def one_by_one(engine: EmbeddedEngine, rank: int) -> dict[str, Completion]:
+    """With a device of 20 blocks where there are tiers."""
+    if engine.tiers is not None:
+        engine._scheduler.pool._free = [block for block in engine._scheduler.pool._free if block < 20]
+        engine._scheduler.pool.num_blocks = 20
+    return {name: c for one in repeating(rank) for name, c in run(engine, [one]).items()}
 
 
 def request(number: int, vocab: int = 50, tokens: int = 12, temperature: float = 1.0) -> GenerateRequest:

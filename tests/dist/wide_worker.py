@@ -21,7 +21,7 @@ from slipstream.parallel.placement import imbalance
 from slipstream.parallel.wide import WideGroup, joined
 from slipstream.transport.weights import fingerprint_file
 from slipstream.types import PolicyVersion
-from tests.dist.wide_cases import SEQ_LEN, SERVED, WORLD, plain, request, requests, run, settings
+from tests.dist.wide_cases import ALL_AT_ONCE, SEQ_LEN, SERVED, WORLD, one_by_one, plain, request, requests, run, settings
 
 
 def main(folder: Path) -> None:
@@ -33,6 +33,7 @@ def main(folder: Path) -> None:
             found[name] = served(group, folder / name)
         found["bfloat16"] = served(group, folder / "qwen3_moe", dtype="bfloat16")
         found["copies"] = served(group, folder / "qwen3_moe", redundant_experts=2)
+        found["at once"] = at_once(group, folder / "qwen3_moe")
         found["commit"] = commit(group, folder)
         found["failed"] = failed_step(group, folder / "qwen3_moe")
         found["moved"] = moved(group, folder / "skewed")
@@ -57,6 +58,14 @@ def served(group: WideGroup, folder: Path, dtype: str = "float32", **ep) -> dict
         "held": held,
         "asleep": not engine.has_work,
     }
+
+
+def at_once(group: WideGroup, folder: Path) -> dict[str, Any]:
+    """Shared experts with everything else that an engine can do."""
+    engine = WideEngine(group, folder, settings().replace(**ALL_AT_ONCE), SEQ_LEN)
+    done = one_by_one(engine, group.rank)
+    tiers = [tier for completion in done.values() for tier in completion.cached_by_tier]
+    return {"done": plain(done), "accepted": engine.speculation.accepted, "tiers": tiers}
 
 
 def commit(group: WideGroup, folder: Path) -> dict[str, Any]:

@@ -67,6 +67,15 @@ def test_a_number_that_makes_no_sense_names_its_option(args, said):
     assert result.exit_code == 2 and f"Invalid value for '{said}'" in result.stderr
 
 
+@pytest.mark.parametrize("setting", ["type=vllm", "replicas=2", "ep.ranks=2", "disaggregation.prefill_replicas=1"])
+def test_an_engine_that_stands_alone_takes_no_setting_that_it_would_ignore(place, monkeypatch, capsys, setting):
+    monkeypatch.setattr("slipstream.launch.local.die_with_parent", lambda: None)
+    monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
+    make(place / "model", "tiny-moe", ["calculator"], seed=0)
+    code, said = run(monkeypatch, capsys, "engine", "--model", "model", "--set", setting)
+    assert code == 2 and f"--set {setting.split('=')[0].removesuffix('.prefill_replicas')}: one process" in said and "--ranks N" in said
+
+
 def test_a_negative_seed_in_a_run_file_is_refused(place, monkeypatch, capsys):
     code, said = run(monkeypatch, capsys, "rl", "run.toml", "--set", "seed=-1")
     assert code == 2 and "seed = -1: Input should be greater than or equal to 0" in said

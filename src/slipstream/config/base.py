@@ -117,8 +117,14 @@ def _explain(cls: type[Section], problem: Any) -> str:
         return f"{key}: unknown key{hint}"
     if problem["type"] == "missing":
         return f"{key}: this key is required"
-    if problem["type"] == "value_error" and not location:
-        return message
+    if problem["type"] == "value_error" and (not location or isinstance(problem["input"], Mapping)):
+        return message  # it names the keys and their values
+    if problem["type"].startswith("union_tag"):
+        expected = problem["ctx"].get("expected_tags") or _types(cls, location)
+        has = f"type = {problem['ctx']['tag']!r}" if "tag" in problem["ctx"] else "`type` is missing"
+        return f"{key}: {has}; expected one of {expected}"
+    if problem["type"] == "model_attributes_type":
+        return f"{key} = {problem['input']!r}: expected a table, such as {location[-1]}.type = ..."
     return f"{key} = {problem['input']!r}: {message}"
 
 
@@ -137,8 +143,23 @@ def _as_written(cls: type[pydantic.BaseModel], location: Sequence[str | int]) ->
     return parts
 
 
+def _types(cls: type[pydantic.BaseModel], location: Sequence[str]) -> str:
+    """Values that `type` of the table at `location` may have."""
+    kinds: list[type[pydantic.BaseModel]] = [cls]
+    for part in location:
+        if not part.isdigit():
+            kinds = [inner for kind in kinds if part in kind.model_fields for inner in _sections_in(kind.model_fields[part].annotation)]
+    return ", ".join(repr(kind.model_fields["type"].default) for kind in kinds)
+
+
 def _near(location: Sequence[str], paths: Iterable[str]) -> str:
-    """The key that may have been meant: of those with the most similar name the one with the most similar path."""
+    """The key that may have been meant: a similar one of the same table, or else of those with the most similar name the one with the
+    most similar path."""
+    table = "".join(f"{part}." for part in location[:-1])
+    paths = list(paths)
+    beside = [path.removeprefix(table) for path in paths if path.rpartition(".")[0] == table.rstrip(".")]
+    if near := difflib.get_close_matches(location[-1], sorted(beside), n=1, cutoff=0.6):
+        return f"; did you mean {table + near[0]!r}?"
     by_name: dict[str, list[str]] = {}
     for path in paths:
         by_name.setdefault(path.rpartition(".")[2], []).append(path)

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
 
+TOKEN_ENV = "SLIPSTREAM_ENGINE_TOKEN"
+"""Environment variable with the admin token of engines that are no part of a run: what they take, and what those before them send."""
+
 
 class RouterWeights(Section):
     """What a replica costs a request, in prompt tokens to compute: the request goes where it costs least (policy kv_aware)."""
@@ -67,7 +70,7 @@ class RouterConfig(Section):
     """Engines that somebody else runs, like 'http://10.0.0.5:8000': `slipstream rl` then starts none."""
     resolve: bool = False
     """The host names in `urls` stand for as many engines as they have addresses, which are looked up again every ten seconds."""
-    token_env: str = "SLIPSTREAM_ENGINE_TOKEN"
+    token_env: str = TOKEN_ENV
     """Environment variable with the admin token of the engines in `urls`."""
 
     @model_validator(mode="after")

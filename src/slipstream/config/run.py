@@ -20,7 +20,7 @@ from slipstream.config.vllm import VllmConfig
 
 
 def _engine_type(value: Any) -> str:
-    return value.get("type", "embedded") if isinstance(value, Mapping) else value.type
+    return value.get("type", "embedded") if isinstance(value, Mapping) else getattr(value, "type", "")
 
 
 AnyEngine = Annotated[
@@ -194,6 +194,16 @@ class RunConfig(Section):
                 raise ValueError(
                     f"envs[{env.label}].sampling.temperature = 0: greedy rollouts of a group are all the same; use a temperature above 0"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_of_somebody_else(self):
+        prefill = self.engine.disaggregation.prefill_replicas if isinstance(self.engine, EngineConfig) else 0
+        if self.router.urls and prefill:
+            raise ValueError(
+                f"engine.disaggregation.prefill_replicas = {prefill} and router.urls = {list(self.router.urls)}: engines that somebody "
+                "else runs have no roles, and every one of them prefills and decodes; leave out one of the two"
+            )
         return self
 
     @model_validator(mode="after")

@@ -44,6 +44,11 @@ class EngineBase(Section):
         """Processes of ours that share one model."""
         return 1
 
+    @property
+    def offload_mib(self) -> int:
+        """Most memory of a replica for KV that the device has no room for."""
+        return 0
+
     def role(self, replica: int) -> Role:
         """What replica number `replica` does."""
         return "mixed"
@@ -91,6 +96,10 @@ class EngineConfig(EngineBase):
     @property
     def ranks(self) -> int:
         return self.ep.ranks
+
+    @property
+    def offload_mib(self) -> int:
+        return self.tiers.ram_mib + (self.tiers.queue_mib if self.tiers.disk_mib or self.tiers.shared_mib else 0)
 
     def role(self, replica: int) -> Role:
         prefill = self.disaggregation.prefill_replicas

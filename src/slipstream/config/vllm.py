@@ -89,6 +89,10 @@ class VllmConfig(EngineBase):
     """Any other argument of vLLM's server: { enable_dbo = true, max_logprobs = 5 }. True is a flag, false its --no- form, a table JSON."""
 
     @property
+    def offload_mib(self) -> int:
+        return self.kv_offload_mib
+
+    @property
     def tolerance(self) -> float:
         return self.canary_tolerance or (0.002 if self.dtype == "float32" else 0.1)
 

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig, load
+from slipstream.config.router import TOKEN_ENV
 from slipstream.config.serve import EngineConfig, embedded
 from slipstream.engine.app import make_app
 from slipstream.engine.driver import EngineDriver
@@ -101,11 +102,11 @@ async def _serve_run(driver: EngineDriver, config: RunConfig, run_folder: Path, 
 
 
 async def _serve_folder(driver: EngineDriver, config: EngineConfig, folder: Path) -> int:
-    token = secrets.token_urlsafe(32)
+    token = (given := os.environ.get(TOKEN_ENV)) or secrets.token_urlsafe(32)
     async with serving(driver, folder, config.host, config.port, token) as (url, driving):
         body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
         print(f"serving {folder} at {url}/v1 (context {driver.engine.seq_len} tokens); stop with Ctrl-C")
-        print(f"admin token: {token}")
+        print(f"admin token: {f'that of {TOKEN_ENV}' if given else token}")
         print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
         return await _stopped(driving)
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 from slipstream.algorithms.custom import import_function
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig
+from slipstream.config.serve import EngineConfig
 from slipstream.config.vllm import VllmConfig
 from slipstream.envs.base import count_tasks, load_env
 from slipstream.errors import ConfigError
@@ -100,8 +101,12 @@ def check_here(config: RunConfig) -> None:
 
 def check_ports(config: RunConfig) -> None:
     """Refuse a port that something else listens on, before anything is deleted or started. Raises ConfigError."""
-    host, first = config.engine.host, config.engine.port
-    for port in range(first, first + config.engine.replicas) if first and not config.router.urls else ():
+    engine, host = config.engine, config.engine.host
+    wanted = {"port": (engine.port, engine.replicas)}
+    if isinstance(engine, EngineConfig):
+        wanted["disaggregation.port"] = (engine.disaggregation.port, engine.disaggregation.prefill_replicas)
+    ports = [(key, port) for key, (first, count) in wanted.items() if first for port in range(first, first + count)]
+    for key, port in ports if not config.router.urls else ():
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind, protocol) as probe:
@@ -110,8 +115,8 @@ def check_ports(config: RunConfig) -> None:
                 probe.listen()
         except OSError as error:
             raise ConfigError(
-                f"engine.host = {host!r}, engine.port = {first}, engine.replicas = {config.engine.replicas}: an engine cannot listen on "
-                f"port {port}: {error.strerror or error}. Stop what uses it, or set another engine.port (0: a free one)"
+                f"engine.host = {host!r}, engine.{key} = {wanted[key][0]}, engine.replicas = {engine.replicas}: an engine cannot listen on "
+                f"port {port}: {error.strerror or error}. Stop what uses it, or set another engine.{key} (0: a free one)"
             ) from None
 
 

@@ -207,6 +207,12 @@ def _node(s: Sizes, process: tuple[Figure, ...]) -> tuple[Figure, ...]:
                 f"{engine.replicas} replicas x engine.kv_memory_mib",
             )
         )
+        if engine.offload_mib:
+            size = engine.replicas * engine.offload_mib * MIB
+            what = "kv_offload_mib" if engine.type == "vllm" else "tiers (ram_mib, and queue_mib with a disk or shared tier)"
+            figures.append(
+                Figure("KV beyond the device", size, "bytes", f"{engine.replicas} replicas x {engine.offload_mib} MiB: engine.{what}")
+            )
     return tuple(figures)
 
 

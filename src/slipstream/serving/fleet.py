@@ -132,9 +132,11 @@ class Fleet:
                 task.add_done_callback(partial(self._recovered, replica))
 
     async def _recover(self, replica: Replica) -> None:
-        """Waits for the replica's process; wakes whoever waits for a replica."""
+        """Waits for the replica's process; wakes whoever waits for a replica. Says once why it does not come up."""
+        said = ""
 
         async def attempt() -> None:
+            nonlocal said
             try:
                 state, fresh = await replica.bring_up(self._wanted)
             except EngineUnavailable as error:
@@ -142,7 +144,9 @@ class Fleet:
                 raise
             except EngineError as error:
                 self.last_error = str(error)
-                log.error("%s does not come up: %s", replica.name, error)
+                if said != str(error):
+                    log.error("%s does not come up: %s", replica.name, error)
+                said = str(error)
                 raise EngineUnavailable(str(error)) from error
             if fresh:
                 self._router.restarted(replica.name)

@@ -40,6 +40,24 @@ def test_the_written_configuration_reads_back_as_itself():
 def test_an_unknown_key_names_the_nearest_right_one():
     assert "trainer.optim.lrr: unknown key; did you mean 'trainer.optim.lr'?" in refused("trainer.optim.lrr=1")
     assert "did you mean 'max_steps'" in refused("max_step=1")
+    assert "engine.ep.rank: unknown key; did you mean 'engine.ep.ranks'?" in refused("engine.ep.rank=2"), "beside it, not trainer.lora.rank"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("engine=vllm", "engine = 'vllm': engine.type: expected"),
+        ("engine.speculation=on", "engine.speculation = 'on': expected a table, such as speculation.type = ..."),
+        ("engine.speculation.max_draft_tokens=3", "engine.speculation: `type` is missing; expected one of 'off', 'prompt_lookup'"),
+        ("engine.speculation.type=x", "engine.speculation: type = 'x'; expected one of 'off', 'prompt_lookup'"),
+    ],
+)
+def test_a_table_with_types_says_which_there_are(setting, said):
+    assert said in refused(setting)
+
+
+def test_a_contradiction_is_said_without_the_table_that_it_is_in():
+    assert refused("engine.tiers.disk_mib=4").startswith("engine.tiers.disk_path = None and engine.tiers.disk_mib = 4: set both")
 
 
 def test_every_problem_is_listed_at_once_with_its_value():

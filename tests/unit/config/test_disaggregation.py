@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from slipstream.config import RunConfig, load
 from slipstream.config.serve import EngineConfig
+from slipstream.errors import ConfigError
 
 
 def test_the_last_replicas_prefill_and_the_others_decode():
@@ -27,3 +29,9 @@ def test_the_last_replicas_prefill_and_the_others_decode():
 def test_a_split_that_cannot_work_is_refused_with_keys_and_values(values, named):
     with pytest.raises(ValidationError, match=named):
         EngineConfig(**values)
+
+
+def test_engines_of_somebody_else_have_no_roles():
+    sets = ["engine.replicas=2", "engine.disaggregation.prefill_replicas=1", 'router.urls=["http://a:1"]']
+    with pytest.raises(ConfigError, match=r"prefill_replicas = 1 and router.urls = \['http://a:1'\]"):
+        load(RunConfig, (), ["model.path=m", 'envs=[{"id":"calculator"}]', *sets])

@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.config.gateway import GatewayConfig
 from slipstream.errors import ConfigError
+from slipstream.jobs.make_model import make
 from slipstream.serving.gateway import server
 from tests.unit.server.conftest import TOKEN, folder, serve, tokenizer  # noqa: F401 (fixtures)
 from tests.unit.server.scripted import ScriptedEngine
@@ -69,6 +70,31 @@ def test_what_is_wrong_with_its_targets_is_said_before_it_serves(targets: Sequen
     monkeypatch.setenv(server.TOKEN_ENV, TOKEN)
     with pytest.raises(ConfigError, match=part):
         server.serve(targets, folder if model else None, GatewayConfig())
+
+
+async def test_another_token_than_the_engines_is_said_before_it_serves(serve, folder, monkeypatch):  # noqa: F811
+    served = await serve(ScriptedEngine(lambda _: [5], seq_len=300))
+    monkeypatch.setenv(server.TOKEN_ENV, "another")
+    with pytest.raises(ConfigError, match=f"the engine at {served.url} has another admin token"):
+        await server._of_urls([served.url], folder)
+    monkeypatch.setenv(server.TOKEN_ENV, TOKEN)
+    assert (await server._of_urls([served.url + "/"], folder)).seq_len == 300
+
+
+async def test_engines_that_stand_alone_take_the_token_that_the_gateway_takes(tmp_path):
+    make(tmp_path / "model", "tiny-moe", ["calculator"], seed=0)
+    argv = [sys.executable, "-m", "slipstream.cli", "engine", "--model", str(tmp_path / "model"), "--seq-len", "128"]
+    env = {**os.environ, server.TOKEN_ENV: "one for all of them"}
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, env=env)
+    assert process.stdout is not None
+    try:
+        said = [(await process.stdout.readline()).decode() for _ in range(3)]
+        url = re.search(r"http://[^/ ]+(?=/v1)", said[0])
+        assert url and said[1] == f"admin token: that of {server.TOKEN_ENV}\n" and "one for all" not in "".join(said)
+        assert await server._seq_len(url.group(), "one for all of them") == 128
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
 
 
 def test_engines_by_url_need_a_token(folder, monkeypatch):  # noqa: F811

@@ -138,6 +138,10 @@ def test_one_process_has_a_copy_to_compute_with_and_gathers_nothing(tmp_path):
     node = values(alone.memory.node)
     assert node["trainer processes"] == sum(process.values())
     assert node["engine weights"] == 2 * 4 * 11_120 and node["engine KV cache"] == 128 * 2**20
+    assert "KV beyond the device" not in node
+    tiers = {"ram_mib": 5, "disk_path": "d", "disk_mib": 100, "queue_mib": 7}
+    offloading = planned(tmp_path, {**RUN, "cluster": {"host_memory_gb": 1}, "engine": {"replicas": 2, "tiers": tiers}}, parallel={})
+    assert values(offloading.memory.node)["KV beyond the device"] == 2 * 12 * 2**20
 
 
 @pytest.fixture(scope="module")

@@ -217,6 +217,22 @@ async def test_engines_of_somebody_else_are_named_by_address_and_need_a_token(mo
     assert isinstance(source_of(RouterConfig(), tmp_path, 2), FolderSource)
 
 
+async def test_why_a_replica_does_not_come_up_is_said_once(machine, caplog):  # noqa: F811
+    m = machine(1)
+    engine, asked = m.start(0, version=0), []
+
+    async def refuse():
+        asked.append(1)
+        raise EngineError("HTTP 401: wrong token")
+
+    works, engine.state = engine.state, refuse
+    waiting = asyncio.create_task(m.pool.generate(ask("a/0")))
+    await until(lambda: len(asked) > 3)
+    assert caplog.text.count("does not come up") == 1
+    engine.state = works
+    await waiting
+
+
 async def test_a_name_stands_for_as_many_engines_as_it_has_addresses(monkeypatch):
     addresses = ["10.0.0.2", "10.0.0.1", "10.0.0.2"]
 

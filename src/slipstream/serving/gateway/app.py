@@ -92,7 +92,8 @@ def make_app(gateway: Gateway, turn_timeout_s: float) -> web.Application:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 state = await gateway.engine.state()
         except (EngineUnavailable, TimeoutError) as error:
-            return json_response({"status": "no engine", "error": str(error)}, 503)
+            why = str(error) or f"none was ready within {HEALTH_TIMEOUT_S:g} s; the log says why"
+            return json_response({"status": "no engine", "error": why}, 503)
         ready = state.live_version >= 0
         body = {
             "status": "ok" if ready else "not ready",

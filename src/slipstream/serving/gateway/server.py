@@ -20,14 +20,13 @@ import aiohttp
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig, load
 from slipstream.config.gateway import GatewayConfig
+from slipstream.config.router import TOKEN_ENV
 from slipstream.errors import ConfigError
 from slipstream.serving.gateway.app import serving
 from slipstream.serving.gateway.gateway import Gateway
 from slipstream.serving.members import UrlSource
 from slipstream.serving.pool import EnginePool
 
-TOKEN_ENV = "SLIPSTREAM_ENGINE_TOKEN"
-"""Environment variable with the admin token of engines that are named by URL."""
 LOOK_TIMEOUT_S = 10.0
 
 
@@ -88,16 +87,20 @@ async def _of_urls(urls: Sequence[str], model_folder: Path | None) -> Served:
     if model_folder is None:
         raise ConfigError("gateway: engines that are named by URL need --model FOLDER, for the tokenizer and the chat template")
     if not (token := os.environ.get(TOKEN_ENV)):
-        raise ConfigError(f"gateway: set {TOKEN_ENV} to the engines' admin token, which a stand-alone engine prints at its start")
-    seq_len = min([await _seq_len(url) for url in urls])
+        raise ConfigError(f"gateway: set {TOKEN_ENV} to the engines' admin token, the same for all: start them with it set, too")
+    seq_len = min([await _seq_len(url, token) for url in urls])
     return Served(EnginePool(UrlSource(urls, token)), model_folder, model_folder.resolve().name, seq_len)
 
 
-async def _seq_len(url: str) -> int:
-    """The context of the engine there. Raises ConfigError: nobody answers as one."""
+async def _seq_len(url: str, token: str) -> int:
+    """The context of the engine there. Raises ConfigError: nobody answers as one, or it has another token."""
+    at, timeout = url.rstrip("/"), aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)
     try:
-        timeout = aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as http, http.get(f"{url.rstrip('/')}/v1/models") as response:
-            return int((await response.json())["data"][0]["max_model_len"])
+        async with aiohttp.ClientSession(timeout=timeout, headers={"Authorization": f"Bearer {token}"}) as http:
+            async with http.get(f"{at}/admin/state") as response:
+                if response.status == 401:
+                    raise ConfigError(f"gateway: the engine at {url} has another admin token than {TOKEN_ENV}: start all with the same one")
+            async with http.get(f"{at}/v1/models") as response:
+                return int((await response.json())["data"][0]["max_model_len"])
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"gateway: no engine answers at {url}: {type(error).__name__}: {error}") from None
