@@ -19,7 +19,8 @@ from slipstream.serving.members import Endpoint
 from slipstream.serving.vllm.support import check_python
 from tests.conformance.material import SEQ_LEN, Material
 
-START_S = 400.0
+START_S = 600.0
+"""engine.start_timeout_s: half a minute on a quiet machine."""
 
 
 class VllmProcess:
