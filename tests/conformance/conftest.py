@@ -24,6 +24,8 @@ from tests.conformance.vllm_subject import Vllm
 
 SUBJECTS = {"fake": Fake, "embedded": Embedded, "vllm": Vllm}
 DEFAULT = ["fake", "embedded"]
+HUNG_S = 300.0
+"""An answer that takes longer will not come: nobody measures speed here."""
 RESULTS = pytest.StashKey[dict[str, dict[str, str]]]()
 
 
@@ -111,7 +113,7 @@ class Live:
 
     async def answer(self, request: GenerateRequest) -> tuple[GenerateRequest, Completion]:
         """The completion, after its accounts were checked."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HUNG_S):
             completion = await self.engine.generate(request)
         check_accounts(self.material, self.subject, request, completion)
         return request, completion
@@ -128,7 +130,7 @@ class Live:
         await self.engine.prepare(version)
         await self.engine.commit(version.number)
 
-    async def until(self, holds, seconds: float = 20.0) -> None:
+    async def until(self, holds, seconds: float = HUNG_S) -> None:
         """Wait for a state of the engine."""
         async with asyncio.timeout(seconds):
             while not holds(await self.engine.state()):  # noqa: ASYNC110  the engine is somewhere else

@@ -22,9 +22,10 @@ from tests.conformance.material import SEQ_LEN, Material
 
 MAX_RUNNING, MAX_WAITING = 16, 16
 CAPACITY = MAX_RUNNING + MAX_WAITING
-EVERYTHING = frozenset({"model", "routing", "weights", "limits", "pause"})
+EVERYTHING = frozenset({"model", "routing", "weights", "limits", "pause", "stream"})
 """model: samples from the published weights. routing: returns what its experts did. weights: reads and checks the published files.
-limits: refuses what it cannot take. pause: can be held between two steps."""
+limits: refuses what it cannot take. pause: can be held between two steps. stream: says its
+tokens as it samples them."""
 
 
 class Subject(Protocol):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from tests.conformance.conftest import Live
-from tests.conformance.material import SEQ_LEN, prompt
+from slipstream.types import TokenPiece
+from tests.conformance.conftest import Live, check_accounts
+from tests.conformance.material import SEQ_LEN, A, prompt
 
 
 async def test_a_completion_accounts_for_each_of_its_tokens(live: Live):
@@ -54,3 +56,18 @@ async def test_requests_in_one_batch_get_what_each_gets_alone(live: Live):
         live.check(1, request, completion)
         alone = await live.ask(request.prompt_T, **ask)
         assert alone.tokens_N.tolist() == completion.tokens_N.tolist()
+
+
+@pytest.mark.needs("model", "stream")
+@pytest.mark.parametrize("sampling", [{"seed": 6}, {"temperature": 0.0}, {"temperature": 0.0, "stop": ("a", "e", "o", "1")}])
+async def test_a_stream_is_heard_in_order_and_gives_what_the_request_gives_without(live: Live, sampling):
+    request, pieces = live.request(6, max_tokens=12, **sampling), list[TokenPiece]()
+    done = await live.engine.stream(request, pieces.append)  # type: ignore[attr-defined]
+    check_accounts(live.material, live.subject, request, done)
+    live.check(A, request, done)
+    heard_N, logprobs_N = (np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("tokens_N", "logprobs_N"))
+    count = len(heard_N)
+    assert 0 < count < len(done.tokens_N) and {piece.version for piece in pieces} == {A}
+    assert heard_N.tolist() == done.tokens_N[:count].tolist() and logprobs_N.tolist() == done.logprobs_N[:count].tolist()
+    without = await live.ask(6, max_tokens=12, **sampling)
+    assert (done.tokens_N.tolist(), done.finish_reason) == (without.tokens_N.tolist(), without.finish_reason)

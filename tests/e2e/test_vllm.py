@@ -5,6 +5,7 @@ Needs SLIPSTREAM_VLLM_PYTHON, the interpreter of an environment that has vLLM an
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -74,9 +75,7 @@ def test_a_run_trains_with_vllm_as_its_engine(tmp_path):
     make_model(tmp_path / "model", "tiny-moe", ["reverse the text: abc", "cba"] * 3, vocab_size=400, head_dim=32, num_hidden_layers=2)
     run = small(tmp_path, tmp_path / "model")
     sets = [f'engine={{"type": "vllm", "python": "{PYTHON}", "dtype": "float32", "kv_memory_mib": 32}}', "max_steps=3"]
-    result = run.rl(*(word for each in sets for word in ("--set", each)), timeout=600)
+    result = run.rl(*(word for each in sets for word in ("--set", each)), timeout=1200)
     assert result.returncode == 0, result.stderr[-3000:]
-    import json
-
     lines = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
     assert any("engine/canary/gap_nats" in line.get("values", line) for line in lines)

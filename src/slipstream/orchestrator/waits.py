@@ -17,8 +17,8 @@ class Deadlines:
 
     prepare_s: float = 120.0
     """An engine loads and verifies new weights."""
-    commit_s: float = 30.0
-    """An engine swaps them in between two decode steps."""
+    commit_s: float = 120.0
+    """An engine swaps them in between two decode steps; vLLM loads them and verifies what it computes."""
     state_s: float = 5.0
     send_s: float = 60.0
     """A batch becomes durable."""

@@ -26,9 +26,9 @@ from slipstream.transport.threads import off_loop
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion
 
 ASK_TIMEOUT_S = 60.0
-"""Deadline of state, commit and abort. The server answers between two engine steps, which take seconds for a large model on a CPU."""
-PREPARE_TIMEOUT_S = 600.0
-"""Deadline of prepare, which reads and hashes all weights."""
+"""Deadline of state, abort and the like. The server answers between two engine steps, which take seconds for a large model on a CPU."""
+UPDATE_TIMEOUT_S = 600.0
+"""Deadline of prepare, which reads and hashes all weights, and of commit, which on vLLM loads them and verifies what it computes."""
 Body = bytes | memoryview
 _NO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -72,10 +72,10 @@ class HttpEngine:
             raise EngineUnavailable(f"{where}: the answer does not decode: {error}") from None
 
     async def prepare(self, version: PolicyVersion) -> None:
-        await self._admin_post("prepare", asdict(version), PREPARE_TIMEOUT_S)
+        await self._admin_post("prepare", asdict(version), UPDATE_TIMEOUT_S)
 
     async def commit(self, number: int) -> None:
-        await self._admin_post("commit", {"number": number}, ASK_TIMEOUT_S)
+        await self._admin_post("commit", {"number": number}, UPDATE_TIMEOUT_S)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._admin_post("abort", {"ids": list(request_ids)}, ASK_TIMEOUT_S)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from slipstream.transport.threads import off_loop
 ASK_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 1800.0
 """Deadline of loading weights into the model."""
+GENERATE = "/inference/v1/generate"
+LINE_BYTES = 1 << 22
+"""Longest line of a stream: all tokens that were sampled since the last one was read."""
 PREFIX = "generate-tokens-"
 """What vLLM puts before the id of a token-in token-out request; aborting needs the whole."""
 
@@ -33,7 +37,19 @@ class Api:
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST /inference/v1/generate. Cancelling closes the connection, upon which vLLM aborts the request. Raises RequestError."""
-        return await self._json("POST", "/inference/v1/generate", body, self._generate_timeout_s)
+        return await self._json("POST", GENERATE, body, self._generate_timeout_s)
+
+    async def stream(self, body: Mapping[str, Any], hear: Callable[[dict[str, Any]], None]) -> None:
+        """As `generate`; `hear` gets the answer in pieces (server-sent events) as they come."""
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with self._asked("POST", GENERATE, body, self._generate_timeout_s) as response:
+            async for line in response.content:
+                if not line.startswith(b"data: {"):  # what is between events, and [DONE]
+                    continue
+                piece = json.loads(line[len(b"data: ") :])
+                if "error" in piece:
+                    raise ServerFailed(f"vLLM: {GENERATE}: {_message(line[len(b'data: ') :])}")
+                hear(piece)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._send("POST", "/inference/v1/abort_requests", {"request_ids": [PREFIX + name for name in request_ids]})
@@ -86,21 +102,26 @@ class Api:
             raise EngineUnavailable(f"vLLM: {path}: the answer is not JSON: {answer[:200]!r}") from None
 
     async def _send(self, method: str, path: str, body: Any = None, timeout_s: float = ASK_TIMEOUT_S) -> bytes:
-        """The body of a 2xx answer; every other ending is one of our exceptions."""
+        async with self._asked(method, path, body, timeout_s) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _asked(self, method: str, path: str, body: Any, timeout_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A 2xx answer, to be read within the block; every other ending is one of our exceptions."""
         if self._session is None:
             connector = aiohttp.UnixConnector(str(self._socket), limit=0, keepalive_timeout=4.0)  # uvicorn closes idle ones after 5 s
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            timeout = aiohttp.ClientTimeout(total=None)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LINE_BYTES)
         try:
             async with asyncio.timeout(timeout_s), self._session.request(method, f"http://vllm{path}", json=body) as response:
-                answer = await response.read()
+                if response.status >= 400:
+                    text = f"vLLM: {path}: HTTP {response.status}: {_message(await response.read())}"
+                    raise RequestError(text) if response.status < 500 else ServerFailed(text)
+                yield response
         except TimeoutError:
             raise EngineUnavailable(f"vLLM: {path}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"vLLM: {path}: {type(error).__name__}: {error}") from None
-        if response.status >= 400:
-            text = f"vLLM: {path}: HTTP {response.status}: {_message(answer)}"
-            raise RequestError(text) if response.status < 500 else ServerFailed(text)
-        return answer
 
 
 class LoadFailed(EngineError):

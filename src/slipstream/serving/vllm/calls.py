@@ -5,7 +5,7 @@ Field names: vllm/entrypoints/scale_out/token_in_token_out/protocol.py (0.32).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -79,21 +79,43 @@ def body(request: GenerateRequest, limits: Limits) -> dict[str, Any]:
     }
 
 
+def tokens_of(request: GenerateRequest, choice: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and logprobs [N] of an answer, or of a piece of one. Raises EngineUnavailable when a token has no logprob."""
+    tokens_N = np.array(choice["token_ids"] or [], np.int32)
+    logprobs_N = np.array([entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []], np.float32)
+    if len(logprobs_N) != len(tokens_N):
+        raise EngineUnavailable(f"request {request.id}: {len(tokens_N)} tokens, {len(logprobs_N)} logprobs from vLLM")
+    if not (np.isfinite(logprobs_N) & (logprobs_N > NO_LOGPROB)).all():
+        raise EngineUnavailable(f"request {request.id}: a logprob from vLLM is missing or not a number: the weights are broken")
+    return tokens_N, logprobs_N
+
+
+def joined(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A streamed answer as one that is not: the last piece with a choice says how it ended, the very last one what was cached."""
+    choices = [piece["choices"][0] for piece in pieces if piece["choices"]]
+    last = choices[-1] if choices else {}
+    content = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content") or []]
+    choice = {
+        "token_ids": [token for choice in choices for token in choice["token_ids"] or []],
+        "logprobs": {"content": content},
+        "weight_versions": last.get("weight_versions"),
+        "finish_reason": last.get("finish_reason"),
+    }
+    return {"choices": [choice], "usage": {"prompt_tokens_details": None, **(pieces[-1].get("usage") or {})} if pieces else {}}
+
+
 def completion(request: GenerateRequest, answer: Mapping[str, Any], timings: Timings) -> Completion:
     """Raises EngineUnavailable when the answer lacks what it must have."""
     try:
         choice = answer["choices"][0]
-        tokens_N = np.array(choice["token_ids"] or [], np.int32)
-        logprobs_N = np.array([entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []], np.float32)
+        tokens_N, logprobs_N = tokens_of(request, choice)
         versions = _versions(choice["weight_versions"] or [])
         cached = (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         reason = _REASONS[choice["finish_reason"]]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise EngineUnavailable(f"request {request.id}: the answer of vLLM does not have the form of 0.32: {error!r}") from None
-    if len(logprobs_N) != len(tokens_N) or sum(n for _, n in versions) != len(tokens_N):
-        raise EngineUnavailable(f"request {request.id}: {len(tokens_N)} tokens, {len(logprobs_N)} logprobs, versions {versions} from vLLM")
-    if not (np.isfinite(logprobs_N) & (logprobs_N > NO_LOGPROB)).all():
-        raise EngineUnavailable(f"request {request.id}: a logprob from vLLM is missing or not a number: the weights are broken")
+    if sum(n for _, n in versions) != len(tokens_N):
+        raise EngineUnavailable(f"request {request.id}: {len(tokens_N)} tokens, versions {versions} from vLLM")
     age = _age(request.salt, cached, versions)
     return Completion(
         request.id,

@@ -12,25 +12,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from slipstream.errors import EngineBusy, EngineError, EngineUnavailable
+from slipstream.ports import Hear
 from slipstream.serving.vllm import calls
 from slipstream.serving.vllm.api import Api, LoadFailed
 from slipstream.serving.vllm.canary import Verdict, compare
 from slipstream.serving.vllm.published import verify_fits
 from slipstream.serving.vllm.rows import RowFetcher
 from slipstream.serving.vllm.scrape import samples
-from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Timings
+from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Timings, TokenPiece
 
 log = logging.getLogger(__name__)
 
 ABORT_AGAIN_S, ABORT_TIMEOUT_S = 0.02, 30.0
 """vLLM forgets an abort that overtakes its request: it is repeated until the request has ended."""
 
+Ask = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+"""A body of calls.body -> vLLM's answer."""
 Reference = Callable[[str, Sequence[np.ndarray]], list[np.ndarray]]
 """(weights folder, prompts) -> logprobs of each prompt's tokens but the first."""
 
@@ -88,6 +93,8 @@ class VllmEngine:
     ):
         """`shapes`: of every tensor that a version must have, and no other. Nothing is live until the first commit."""
         self.broken = asyncio.Event()
+        self.draining = False
+        """What it says to routers: that it should get no new requests. It refuses none."""
         self.commit_s = self.prepare_s = 0.0
         self.last_verdict: Verdict | None = None
         self.refused_updates = 0
@@ -109,6 +116,13 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See ports.Engine. Raises EngineBusy when too many are in flight, or one with this id is."""
+        return await self._answer(request, self._api.generate)
+
+    async def stream(self, request: GenerateRequest, hear: Hear) -> Completion:
+        """See ports.StreamingEngine. Nothing more is heard once an update begins: vLLM says only at the end what sampled which token."""
+        return await self._answer(request, partial(self._stream, request, hear))
+
+    async def _answer(self, request: GenerateRequest, ask: Ask) -> Completion:
         calls.check(request, self._limits)
         if self._live is None:
             raise EngineUnavailable("no policy version is live yet: prepare and commit one first")
@@ -119,27 +133,40 @@ class VllmEngine:
         call = self._calls[request.id] = _Call(salt=request.salt)
         self._note_busy()
         try:
-            return await self._serve(request, call)
+            return await self._serve(request, call, ask)
         finally:
             del self._calls[request.id]
             call.answered = True
             self._note_busy()
 
-    async def _serve(self, request: GenerateRequest, call: _Call) -> Completion:
+    async def _serve(self, request: GenerateRequest, call: _Call, ask: Ask) -> Completion:
         queued = time.perf_counter()
         await self._until(lambda: self._open or call.aborted)
         if call.aborted:
             return calls.nothing(request)
         call.sent, sent = True, time.perf_counter()
-        answer = await self._api.generate(calls.body(request, self._limits))
+        answer = await ask(calls.body(request, self._limits))
         completion = calls.completion(request, answer, Timings(queued_s=sent - queued, decode_s=time.perf_counter() - sent))
         call.answered = True
         await self._until(lambda: self._open)  # a verdict is pending
-        if call.spoiled:
+        if call.spoiled or self.broken.is_set():
             raise EngineUnavailable(f"request {request.id}: sampled from weights that failed verification; send it again")
         if self._rows is None:
             return completion
         return calls.with_routing(completion, await self._rows.fetch(request, len(completion.tokens_N)))
+
+    async def _stream(self, request: GenerateRequest, hear: Hear, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole answer. Tokens are heard while it is certain that the version live at its beginning sampled them."""
+        began, pieces = self._stamp, []
+
+        def note(piece: dict[str, Any]) -> None:
+            pieces.append(piece)
+            choice = next(iter(piece["choices"]), None)
+            if choice is not None and choice["finish_reason"] is None and self._open and self._stamp == began:
+                hear(TokenPiece(*calls.tokens_of(request, choice), began))
+
+        await self._api.stream(body, note)
+        return calls.joined(pieces)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See ports.Engine. Returns once they have ended. Raises EngineUnavailable when vLLM does not end them."""
@@ -278,6 +305,7 @@ class VllmEngine:
             generated_tokens=int(found["vllm:generation_tokens_total"]),
             busy_s=self.busy_s,
             uptime_s=time.perf_counter() - self._started_s,
+            draining=self.draining,
         )
 
     @property

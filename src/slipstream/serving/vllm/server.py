@@ -22,9 +22,10 @@ from aiohttp import web
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config import RunConfig, load
 from slipstream.config.vllm import VllmConfig
-from slipstream.errors import ConfigError, EngineError
+from slipstream.errors import EngineError
 from slipstream.models.impl import read_spec
 from slipstream.observe.metrics import MetricsWriter
+from slipstream.serving.api.http import listen
 from slipstream.serving.members import write_endpoint
 from slipstream.serving.vllm.api import Api
 from slipstream.serving.vllm.app import make_app
@@ -164,12 +165,7 @@ async def _listening(replica: Replica, token: str, host: str, port: int) -> Asyn
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=3600, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
-        try:
-            await web.TCPSite(runner, host, port, backlog=1024).start()
-        except OSError as error:
-            raise ConfigError(f"engine.host = {host!r}, engine.port = {port}: cannot listen there: {error.strerror or error}") from None
-        address = runner.addresses[0]
-        yield f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
+        yield await listen(runner, host, port, "engine")
     finally:
         await runner.cleanup()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,10 @@ class StubVllm:
         self.level, self.version = 0.5, "default"
         self.spoil: set[str] = set()
         self.fail: set[str] = set()
+        self.drop: set[str] = set()
+        """Loading these breaks the connection."""
+        self.fails_at = -1
+        """The token at which a stream fails."""
         self.calls: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.go = asyncio.Event()
@@ -35,7 +40,7 @@ class StubVllm:
         self.canary_go.set()
         self.aborted: dict[str, asyncio.Event] = {}
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         name = body["request_id"]
         if "prompt_logprobs" in body["sampling_params"]:
@@ -43,6 +48,8 @@ class StubVllm:
             rows = [None, *({str(t): {"logprob": -self.level}} for t in body["token_ids"][1:])]
             return web.json_response({"prompt_logprobs": rows})
         self.bodies.append(body)
+        if body.get("stream"):
+            return await self.stream(request, body["sampling_params"]["max_tokens"])
         aborted = self.aborted[name] = asyncio.Event()
         waits = [asyncio.ensure_future(self.go.wait()), asyncio.ensure_future(aborted.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -58,9 +65,35 @@ class StubVllm:
         }
         return web.json_response({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}})
 
+    async def stream(self, request: web.Request, count: int) -> web.StreamResponse:
+        """Server-sent events as vLLM writes them: one a token, the last says how it ended, then usage. All but the first wait for `go`."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        spans: list[dict[str, Any]] = []
+        for n in range(count):
+            if n:
+                await self.go.wait()
+            if not spans or spans[-1]["version"] != self.version:
+                spans.append({"version": self.version, "start": n})
+            spans[-1]["end"] = n + 1
+            content = [{"token_id": 3 + n, "logprob": -self.level}]
+            choice = {"index": 0, "token_ids": [3 + n], "logprobs": {"content": content}, "finish_reason": None, "weight_versions": None}
+            if n == self.fails_at:
+                await response.write(b'data: {"error": {"message": "out of memory", "code": 500}}\n\ndata: [DONE]\n\n')
+                return response
+            if n == count - 1:
+                choice |= {"finish_reason": "length", "weight_versions": spans}
+            await response.write(f"data: {json.dumps({'choices': [choice], 'usage': None})}\n\n".encode())
+        usage = {"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}}
+        await response.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+        return response
+
     async def update_weights(self, request: web.Request) -> web.Response:
         folder = (await request.json())["update_info"]["folder"]
         self.calls.append(f"load {folder}")
+        if folder in self.drop:
+            assert request.transport is not None
+            request.transport.abort()
         if folder in self.fail:
             return web.json_response({"error": {"message": "no such tensor"}}, status=500)
         self.level = 9.0 if folder in self.spoil else float(folder.removeprefix("w"))

@@ -121,6 +121,21 @@ async def test_what_ran_under_refused_weights_is_not_delivered(tmp_path):
         assert "reset_prefix_cache reset_running_requests=false" in stub.calls, "KV of wrong weights is forgotten"
 
 
+async def test_what_runs_when_a_load_is_lost_is_not_delivered(tmp_path):
+    async with stubbed(tmp_path) as (stub, engine):
+        await swap(engine, 1)
+        stub.drop.add("w2")
+        stub.go.clear()
+        running = asyncio.create_task(engine.generate(ask("running")))
+        await until(lambda: len(stub.bodies) == 1)
+        with pytest.raises(EngineUnavailable):
+            await swap(engine, 2)
+        assert engine.broken.is_set()
+        stub.go.set()
+        with pytest.raises(EngineUnavailable, match="send it again"):
+            await running
+
+
 async def test_a_caller_that_goes_away_does_not_stop_a_commit_half_way(tmp_path):
     async with stubbed(tmp_path) as (stub, engine):
         await engine.prepare(version(1))
