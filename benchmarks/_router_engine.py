@@ -61,7 +61,9 @@ class ModelledEngine:
     def tokens_cached(self) -> int:
         return self._scheduler.tokens_cached
 
-    def add(self, request: GenerateRequest) -> None:
+    idle_s = None
+
+    def add(self, request: GenerateRequest, export: None = None) -> None:
         limit = len(request.prompt_T) + request.sampling.max_tokens
         if limit > self.seq_len:
             raise RequestError(f"request {request.id}: {limit} tokens do not fit {self.seq_len}")
@@ -107,10 +109,8 @@ class ModelledEngine:
                     np.zeros(len(sampled_N), np.float32),
                     versions,
                     reason,
-                    None,
-                    sequence.cached_tokens,
-                    0,
-                    sequence.timings(now),
+                    cached_tokens=sequence.cached_tokens,
+                    timings=sequence.timings(now),
                 )
             )
         return completions

@@ -121,7 +121,7 @@ def trainer_rows(config: RunConfig, steps: int) -> list[dict[str, Any]]:
 
 def realistic_batch(config: RunConfig) -> Batch:
     """128 rollouts of the run's environment, as the orchestrator packs them, routing included."""
-    rows = asyncio.run(sample_rows(config, "float32", 1))
+    rows = asyncio.run(sample_rows(config, {"dtype": "float32"}, 1))
     samples = sum(len(row.doc_starts_D) - 1 for row in rows)
     loss_tokens = sum(int(row.loss_mask_T.sum()) for row in rows)
     ones_S = np.ones(samples, np.float32)

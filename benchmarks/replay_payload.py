@@ -81,7 +81,7 @@ def main() -> None:
 def measure_real(tokens: int) -> dict[str, Any]:
     """Of rows as the engine captured them. The system prompt and the few tools make them repeat, as those of agents do."""
     config = run_config("bench-payload", warm_model(), {})
-    rows = asyncio.run(sample_rows(config, "float32", tokens))
+    rows = asyncio.run(sample_rows(config, {"dtype": "float32"}, tokens))
     known = [row.routing_TLK[row.routing_valid_T] for row in rows if row.routing_TLK is not None and row.routing_valid_T is not None]
     ids_TLK = np.concatenate(known)
     bits = int(ids_TLK.max()).bit_length()
@@ -194,6 +194,7 @@ class Scripted:
     seq_len = 1 << 20
     tokens_prefilled = tokens_cached = preemptions = kv_age_max = 0
     expert_load = np.zeros((0, 0), np.int64)
+    idle_s = None
 
     def __init__(self, ids_TLK: np.ndarray) -> None:
         self._ids_TLK = ids_TLK
@@ -205,7 +206,7 @@ class Scripted:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest, export: None = None) -> None:
         self._waiting.append(request)
 
     def step(self) -> Scripted:
