@@ -41,19 +41,14 @@ async def read_body(response: ClientResponse) -> bytes | memoryview:
     size = response.content_length
     if size is None or size <= PIECE_BYTES:
         return await response.read()
-    buffer = np.empty(size, np.uint8).data  # its memory comes when it is written to, not all at once
-    filled = 0
-    async for piece in response.content.iter_any():
-        buffer[filled : filled + len(piece)] = piece
-        filled += len(piece)
-    return buffer
+    return await read_exactly(response.content, size)
 
 
 async def read_exactly(body: StreamReader, size: int) -> bytes | memoryview:
     """The next `size` bytes of a body. Raises IncompleteReadError when it ends before."""
     if size <= PIECE_BYTES:
         return await body.readexactly(size)
-    buffer = np.empty(size, np.uint8).data
+    buffer = np.empty(size, np.uint8).data  # its memory comes when it is written to, not all at once
     filled = 0
     while filled < size:
         piece = await body.read(size - filled)

@@ -20,6 +20,7 @@ from yarl import URL
 from slipstream.config.disaggregation import Role
 from slipstream.config.router import RouterConfig
 from slipstream.errors import ConfigError, EngineUnavailable
+from slipstream.transport.files import write_private
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -122,8 +123,5 @@ def read_endpoint(file: Path) -> Endpoint:
 
 def write_endpoint(file: Path, url: str, token: str, role: Role = "mixed", handoff: str = "") -> None:
     """Where a replica listens, for the other roles of the run: readable by its user only, never half-written."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(f".{os.getpid()}.tmp")
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        json.dump({"url": url, "token": token, "pid": os.getpid(), "role": role, "handoff": handoff}, out)
-    fresh.replace(file)
+    values = {"url": url, "token": token, "pid": os.getpid(), "role": role, "handoff": handoff}
+    write_private(file, json.dumps(values)).replace(file)

@@ -35,6 +35,16 @@ def write_durably(path: Path, *pieces: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
+def write_private(path: Path, text: str) -> Path:
+    """Write `text` where only this user can read it, under a temporary name beside `path`, which the caller renames or links. Makes the
+    folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = path.with_suffix(f".{os.getpid()}.tmp")
+    with open(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        out.write(text)
+    return temp
+
+
 def publish_file(temp: Path, path: Path) -> None:
     """Give a durably written temporary file its final name, and make the name itself durable."""
     os.replace(temp, path)
