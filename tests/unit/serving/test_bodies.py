@@ -28,7 +28,7 @@ async def test_a_body_of_any_size_arrives_as_it_was(size):
         assert response.content_type == "application/x-slipstream"
 
 
-async def test_the_memory_of_a_large_body_comes_in_a_worker_and_serves_the_next_body(monkeypatch):
+async def test_the_memory_of_a_large_body_comes_in_a_worker_and_is_not_that_of_one_still_in_use(monkeypatch):
     threads = []
 
     def seen(size: int) -> memoryview:
@@ -46,13 +46,9 @@ async def test_the_memory_of_a_large_body_comes_in_a_worker_and_serves_the_next_
     async with _client(answer) as client:
         first = await read("a")
         second = await read("b")
-        assert (first == ord("a")).all()
-        assert (second == ord("b")).all()
-        place = second.ctypes.data
-        del second
-        third = await read("c")
-    assert third.ctypes.data == place
     assert (first == ord("a")).all()
+    assert (second == ord("b")).all()
+    assert len(threads) == 2
     assert threading.main_thread() not in threads
 
 
