@@ -25,6 +25,7 @@ from slipstream.config.serve import EngineConfig
 from slipstream.config.speculation import PromptLookup
 from slipstream.engine.blocks import Blocks
 from slipstream.engine.fetch import ENDINGS, BlockSource
+from slipstream.engine.fit import check_impl, check_positions
 from slipstream.engine.handoff.exports import Export, Exports
 from slipstream.engine.kv import KvCache
 from slipstream.engine.runner import Runner
@@ -35,7 +36,7 @@ from slipstream.engine.speculation import Drafter, SpeculationCounts, append_ver
 from slipstream.engine.stops import StopText
 from slipstream.engine.tiers.hierarchy import Tiers
 from slipstream.engine.weights import LiveWeights
-from slipstream.errors import ConfigError, EngineUnavailable, RequestError
+from slipstream.errors import EngineUnavailable, RequestError
 from slipstream.models.impl import Impl
 from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion, Routing
 
@@ -74,17 +75,13 @@ class EmbeddedEngine:
         Sets torch's threads to config.threads.
         Raises ModelError or ConfigError.
         """
+        check_impl(config, impl)
         torch.set_num_threads(config.threads)
         self.folder, self.config, self.seq_len = Path(folder), config, seq_len
         dtype = _DTYPES[config.dtype]
         self._weights = self._load_weights(dtype, version, impl)
         spec = self.spec = self._weights.model.spec
-        if seq_len < 2:
-            raise ConfigError(f"model.seq_len = {seq_len}: a context holds at least one token of prompt and one sampled; use 2 or more")
-        if seq_len > spec.max_positions:
-            raise ConfigError(
-                f"model.seq_len = {seq_len} is more than the {spec.max_positions} positions of the model in {folder}: lower model.seq_len"
-            )
+        check_positions(spec, seq_len)
         self._capture = config.capture_routing and bool(spec.moe_layers)
         fp8_kv = config.kv_dtype == "float8"
         self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, self._capture, fp8_kv)

@@ -31,11 +31,6 @@ class LiveWeights:
 
         Raises ModelError when it cannot be used.
         """
-        if fp8 is not None and impl == "hf":
-            raise ModelError(
-                'engine.dtype = "float8" and model.impl = "hf": the precision map knows our own matrices only; '
-                'set engine.dtype = "bfloat16"'
-            )
         self._power_of_two = None if fp8 is None else fp8 == "power_of_two"
         loaded = self.load(folder, dtype, impl) if self._power_of_two is None else load_in_fp8(folder, self._power_of_two)
         self.model: LanguageModel = loaded.eval().requires_grad_(False)

@@ -7,7 +7,7 @@ import pytest
 from slipstream import cli
 from slipstream.config import RunConfig, load, validate
 from slipstream.errors import ConfigError
-from slipstream.launch import rl
+from slipstream.launch.checks import check_inputs
 from slipstream.models.maker import PRESETS
 from slipstream.models.spec import ModelSpec
 from slipstream.planner.checks import problems
@@ -57,6 +57,19 @@ def test_sizes_that_do_not_go_together_are_no_configuration(sections, reason, ne
         ("tiny-moe", {"trainer": {"balance_rate": 0.1}}, "moves a routing bias", "set trainer.balance_rate = 0"),
         ("tiny-moe", {"model": {"path": "m", "seq_len": 8192}, "trainer": {"row_tokens": 8192}}, "max_position_embeddings = 4096", "lower"),
         ("tiny-moe", {"engine": {"kv_memory_mib": 1}}, "engine.kv_memory_mib = 1 and model.seq_len = 1024", "or more"),
+        (
+            "tiny-moe",
+            {"engine": {"block_tokens": 4000, "tiers": {"ram_mib": 1}}},
+            "engine.tiers.ram_mib = 1 holds no block of ",
+            "raise it",
+        ),
+        ("tiny-dense", {"engine": {"replicas": 2, "ep": {"ranks": 2}}}, "engine.ep.ranks = 2 shares out experts", "leave out [engine.ep]"),
+        (
+            "tiny-dense",
+            {"model": {"path": "m", "impl": "hf"}, "engine": {"dtype": "float8"}},
+            'engine.dtype = "float8" and model.impl = "hf"',
+            'set engine.dtype = "bfloat16"',
+        ),
         (
             "tiny-moe",
             {"trainer": {"parallel": {"processes": 8, "cp": 2}}, "orchestrator": {"batch": {"type": "samples", "samples": 3}}},
@@ -110,7 +123,7 @@ def test_the_main_job_refuses_what_explain_refuses(tmp_path):
     run = config(trainer={"parallel": {"processes": 6, "ep": 3}})
     assert "16 experts" in str(problems(run, TINY_MOE)[0])
     with pytest.raises(ConfigError, match=r"cluster\.nodes = 12, gpus_per_node = 8.*slipstream explain"):
-        rl.check_inputs(config(trainer={"parallel": {"processes": 96}}, cluster=GPUS))
+        check_inputs(config(trainer={"parallel": {"processes": 96}}, cluster=GPUS))
 
 
 def test_the_support_matrix_is_current():

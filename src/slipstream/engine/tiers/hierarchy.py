@@ -25,9 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.config.tiers import TiersConfig
-from slipstream.engine.blocks import HEADER_BYTES, Blocks, Label, version_of
-from slipstream.engine.room import MIB
+from slipstream.engine.blocks import Blocks, Label, version_of
+from slipstream.engine.room import HEADER_BYTES, MIB
 from slipstream.engine.tiers.fetch import TierFetch, Work
+from slipstream.engine.tiers.fit import check_sizes
 from slipstream.engine.tiers.health import Health
 from slipstream.engine.tiers.index import Place, Tier, by_name, key_of
 from slipstream.engine.tiers.store import BlockStore, FolderStore, claim_folder
@@ -53,13 +54,14 @@ class Tiers:
         """Whose KV may be used: see `Scheduler.versions`."""
         self.counts: Counter[str] = Counter()
         """See `values`."""
+        check_sizes(config, blocks.block_bytes)
         self._config, self._blocks = config, blocks
         self._claim: int | None = None
         self._min_blocks = -(-config.min_tokens // blocks.block_tokens)
         self._stores = dict(stores) if stores is not None else self._open_folders()
         sizes = {RAM: config.ram_mib, DISK: config.disk_mib, SHARED: config.shared_mib}
         size = {RAM: blocks.block_bytes, DISK: blocks.block_bytes + HEADER_BYTES, SHARED: blocks.block_bytes + HEADER_BYTES}
-        self.tiers = {name: _tier(name, mib, size[name]) for name, mib in sizes.items() if mib}
+        self.tiers = {name: Tier(name, mib * MIB, size[name]) for name, mib in sizes.items() if mib}
         self.health = {name: Health(name) for name in self._stores}
         self._ram: dict[bytes, np.ndarray] = {}
         self._queue: OrderedDict[bytes, tuple[Place, np.ndarray]] = OrderedDict()
@@ -398,12 +400,6 @@ class Tiers:
         if config.shared_path is not None:
             stores[SHARED] = _open(SHARED, config.shared_path, shape, size)
         return stores
-
-
-def _tier(name: str, mib: int, block_bytes: int) -> Tier:
-    if mib * MIB < block_bytes:
-        raise ConfigError(f"engine.tiers.{name}_mib = {mib} holds no block of {block_bytes / MIB:.2f} MiB: raise it, or 0 to leave it out")
-    return Tier(name, mib * MIB, block_bytes)
 
 
 def _open(name: str, path: Path, shape: bytes, block_bytes: int) -> FolderStore:
