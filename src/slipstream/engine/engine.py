@@ -122,8 +122,11 @@ class EmbeddedEngine:
         self.outcomes: Counter[FinishReason] = Counter()
 
     def _load_weights(self, dtype: torch.dtype, version: int, impl: Impl) -> LiveWeights:
-        fp8 = None if self.config.dtype != "float8" else self.config.fp8_scales
-        return LiveWeights(self.folder, dtype, version, impl, fp8)
+        return LiveWeights(self.folder, dtype, version, impl, self._fp8_scales)
+
+    @property
+    def _fp8_scales(self) -> str | None:
+        return self.config.fp8_scales if self.config.dtype == "float8" else None
 
     # ---- requests ----
 

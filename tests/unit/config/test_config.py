@@ -85,7 +85,6 @@ def test_an_unknown_loss_type_lists_the_known_ones():
         ('trainer.loss={"type": "policy_gradient", "mis_low": 3}', ("mis_low = 3.0", "mis_high = 2.0")),
         ("engine.ep.ranks=2", ("engine.replicas = 1", "engine.ep.ranks = 2", "multiple of 2")),
         ("engine.ep.redundant_experts=1", ("redundant_experts = 1", "ranks = 1")),
-        ('engine={dtype = "float8", replicas = 2, ep = {ranks = 2}}', ('dtype = "float8"', "ranks = 2")),
         ("orchestrator.concurrency.min=100", ("min = 100", "initial = 64")),
         ('envs=[{"id": "calculator", "advantage": {"type": "custom"}}]', ("'custom'", "path = None")),
     ],
