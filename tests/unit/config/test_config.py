@@ -75,6 +75,7 @@ def test_an_unknown_loss_type_lists_the_known_ones():
     [
         ("trainer.row_tokens=100", ("row_tokens = 100", "seq_len = 1024")),
         ("engine.capture_routing=false", ("router_replay = true", "capture_routing = false")),
+        ('engine={type = "vllm", python = "p", tiers = {ram_mib = 1}}', ("engine.tiers", 'engine.type = "embedded" only')),
         ("trainer.publish=float8", ('trainer.publish = "float8"', "engine.dtype = 'float32'")),
         ("engine.max_step_tokens=8", ("max_step_tokens = 8", "max_running = 64")),
         ('envs=[{"id": "calculator"}, {"id": "calculator"}]', ("two environments are named 'calculator'",)),

@@ -11,7 +11,7 @@ from slipstream.launch.checks import check_inputs
 from slipstream.models.maker import PRESETS
 from slipstream.models.spec import ModelSpec
 from slipstream.planner.checks import problems
-from slipstream.planner.support import FEATURES, obstacle, page
+from slipstream.planner.support import EMBEDDED, SIDES, TRAINER, VLLM, obstacle, page
 from tests.unit.planner.published import GLM5
 from tests.unit.planner.test_plan import ROOT
 
@@ -127,11 +127,36 @@ def test_the_main_job_refuses_what_explain_refuses(tmp_path):
 
 
 def test_the_support_matrix_is_current():
-    """docs/support.md is made by `make docs`. A pair of features is asked of the same checks as a run."""
+    """docs/support.md is made by `make docs`, for the trainer and both engines. A pair of features is asked of the same checks as a run."""
     made = page()
     assert (ROOT / "docs/support.md").read_text() == made + "\n"
     assert obstacle(["balance_rate", "freeze_router"], TINY_MOE) and obstacle(["recompute", "processes"], TINY_MOE) == ""
-    assert "The nearest that fits: processes = 8" in made and all(f"| {feature} |" in made for feature in FEATURES)
+    assert "The nearest that fits: processes = 8" in made and all(f"| {feature} |" in made for feature in TRAINER.features)
+    for side in SIDES:
+        part = made.partition(f"## {side.title.partition('. ')[0]}\n")[2].partition("\n## ")[0]
+        assert all(part.count(f"\n| {feature} |") == 1 for feature in side.features)
+
+
+DENSE = ModelSpec.from_config(PRESETS["tiny-dense"])
+
+
+@pytest.mark.parametrize(
+    ("side", "features", "spec", "reason"),
+    [
+        (EMBEDDED, ["FP8 weights", "wide EP", "RAM tier", "speculation", "FP8 KV", "routing capture"], TINY_MOE, ""),
+        (EMBEDDED, ["wide EP"], DENSE, "engine.ep.ranks = 2 shares out experts"),
+        (EMBEDDED, ["wide EP", "P/D"], TINY_MOE, "processes that share experts do not hand blocks over yet"),
+        (EMBEDDED, ["disk tier", "no prefix cache"], TINY_MOE, "engine.prefix_cache = false and engine.tiers is set"),
+        (VLLM, ["FP8 weights", "FP8 KV", "expert parallel"], TINY_MOE, ""),
+        (VLLM, ["routing capture", "KV offload"], TINY_MOE, "routing rows do not travel with the KV blocks of vLLM"),
+        (VLLM, ["routing capture", "compiled"], TINY_MOE, "compiled models do not say which experts they use"),
+        (VLLM, ["speculation"], TINY_MOE, 'engine.speculation: a key of engine.type = "embedded" only'),
+        (VLLM, ["published in FP8"], TINY_MOE, 'that it does not multiply in FP8; set trainer.publish = "compute"'),
+    ],
+)
+def test_what_an_engine_can_do_is_asked_of_what_refuses_a_run(side, features, spec, reason):
+    said = obstacle(features, spec, side)
+    assert reason in said and bool(reason) == bool(said)
 
 
 def explained(monkeypatch, capsys, *args) -> tuple[int, str, str]:
