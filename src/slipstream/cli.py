@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from slipstream.config import RunConfig, load, to_toml
+from slipstream.config import RunConfig, load
 from slipstream.errors import NO_SPACE, ConfigError, ModelError, SlipstreamError
+from slipstream.models.folders import check_model_folder
 
 app = typer.Typer(
     help="slipstream: asynchronous reinforcement learning for Mixture-of-Experts language models.",
@@ -91,23 +92,22 @@ def rl(
     sets: Sets = [],  # noqa: B006  typer needs the literal default
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Delete an earlier run of this name first")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and the processes, start nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Make every check of a start, print the plan, start nothing")] = False,
 ) -> None:
     """Train a policy: engine, orchestrator and trainer side by side on this machine."""
+    from slipstream.launch import dry_run as rehearsal
     from slipstream.launch import run_folder
     from slipstream.launch.rl import run
-    from slipstream.launch.topology import processes
 
     config = run_folder.absolute(load(RunConfig, files, sets))
-    if dry_run:
-        print(to_toml(config))
-        for spec in processes(config, config.folder):
-            print(f"# {spec.name}: {' '.join(spec.argv)}")
-        return
     if resume and clean:
         raise ConfigError("--resume and --clean contradict each other: --clean deletes the run that --resume would continue")
-    _check_model(config.model.path)
-    raise typer.Exit(run(config, resume=resume, clean=clean))
+    if not dry_run:
+        raise typer.Exit(run(config, resume=resume, clean=clean))
+    problems = rehearsal.print_plan(config, resume=resume, clean=clean)
+    for problem in problems:
+        _complain(problem, code=2)
+    raise typer.Exit(2 if problems else 0)
 
 
 @command("slipstream explain configs/glm5.toml --verbose")
@@ -125,7 +125,7 @@ def explain(
     from slipstream.planner.plan import plan
 
     config = load(RunConfig, files, sets)
-    _check_model(config.model.path)
+    check_model_folder(config.model.path)
     found = plan(config, mean_tokens)
     print(json.dumps(found.as_dict())) if as_json else print_plan(found, verbose)
     for problem in found.problems:
@@ -151,7 +151,7 @@ def sft(
 
     die_with_parent()
     config = _with_model(load(RunConfig, files, sets), model)
-    _check_model(config.model.path)
+    check_model_folder(config.model.path)
     spec = read_spec(config.model.path, config.model.impl)
     check_fits(config.trainer.parallel, spec)
     check_trains(config.trainer, config.sft.optim if config.sft is not None else config.trainer.optim, spec)
@@ -171,7 +171,7 @@ def eval(
     from slipstream.jobs.evaluate import evaluate, print_scores
 
     config = _with_model(load(RunConfig, files, sets), model)
-    _check_model(config.model.path)
+    check_model_folder(config.model.path)
     scores = evaluate(config)
     print(json.dumps(scores)) if as_json else print_scores(scores)
     if not all(row["graded"] for row in scores.values()):
@@ -193,7 +193,7 @@ def doctor(
     from slipstream.doctor.checks import examine, print_rows
 
     config = load(RunConfig, files, sets)
-    _check_model(config.model.path)
+    check_model_folder(config.model.path)
     rows = examine(config, processes, lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True))
     print("\n".join(json.dumps(asdict(row)) for row in rows)) if as_json else print_rows(rows, Console())
     if any(row.broken for row in rows):
@@ -226,7 +226,7 @@ def generate(
     """Chat once with a model, with an engine in this process."""
     from slipstream.jobs.generate import chat
 
-    _check_model(model)
+    check_model_folder(model)
     for message in chat(model, prompt, env, max_tokens=max_tokens, temperature=temperature, seed=seed, impl=impl):
         print(message)
 
@@ -325,13 +325,13 @@ def engine(
     if run is not None:
         _check_run(run)
         raise typer.Exit(_serve_replica(run, replica))
+    from slipstream.engine.fit import check_engine
     from slipstream.engine.server import serve_folder
-    from slipstream.engine.wide.fit import check_wide
     from slipstream.launch import ranks as processes
     from slipstream.models.impl import read_spec
 
     assert model is not None
-    _check_model(model)
+    check_model_folder(model)
     for key in ("type", "replicas", "ep.ranks", "disaggregation"):
         if any(text.strip().startswith(key) for text in sets):
             raise ConfigError(
@@ -340,7 +340,7 @@ def engine(
             )
     config = load(EngineConfig, (), [f"host={host}", f"port={port}", f"replicas={ranks}", f"ep.ranks={ranks}", *sets])
     if processes.needed(config.ep.ranks):
-        check_wide(read_spec(model, impl), config, impl)
+        check_engine(read_spec(model, impl), config, seq_len, impl)
         raise typer.Exit(processes.run(config.ep.ranks, "engine process"))
     raise typer.Exit(serve_folder(model, config, seq_len, impl))
 
@@ -400,19 +400,6 @@ def config(section: Annotated[str, typer.Argument(help="Dotted section; all when
 
 def _with_model(config: RunConfig, model: Path | None) -> RunConfig:
     return config if model is None else config.replace(model=config.model.replace(path=model))
-
-
-def _check_model(folder: Path) -> None:
-    """Raises ModelError with the ways to get a model where there is none."""
-    if (folder / "config.json").is_file():
-        return
-    what = (
-        "has no config.json, so it is not a model folder" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
-    )
-    raise ModelError(
-        f"model folder {folder} {what}. Name an HF folder (as save_pretrained writes it, or RUN/final), or make a small model: "
-        f"slipstream make-model {folder} --preset tiny-moe --env calculator"
-    )
 
 
 def _check_run(run: Path) -> None:

@@ -6,19 +6,21 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 
-def start(world: int, *command: str) -> list[subprocess.Popen[str]]:
-    """Processes that find each other, as torchrun would start them."""
+def start(world: int, *command: str, env: Mapping[str, str] = MappingProxyType({})) -> list[subprocess.Popen[str]]:
+    """Processes that find each other, as torchrun would start them. `env`: on top of that."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     return [
-        subprocess.Popen([sys.executable, *command], env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, *command], env={**common, "RANK": str(rank), **env}, stderr=subprocess.PIPE, text=True)
         for rank in range(world)
     ]
 

@@ -113,6 +113,9 @@ def _explain(cls: type[Section], problem: Any) -> str:
     key = ".".join(location) or "(whole file)"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
+        if owners := [kind for kind in _kinds(cls, location[:-1]) if location[-1] in kind.model_fields]:
+            types = " or ".join(f'"{kind.model_fields["type"].default}"' for kind in owners)
+            return f"{key}: a key of {'.'.join([*location[:-1], 'type'])} = {types} only; leave it out, or choose that type"
         hint = _near(location, _all_fields(cls))
         return f"{key}: unknown key{hint}"
     if problem["type"] == "missing":
@@ -145,11 +148,16 @@ def _as_written(cls: type[pydantic.BaseModel], location: Sequence[str | int]) ->
 
 def _types(cls: type[pydantic.BaseModel], location: Sequence[str]) -> str:
     """Values that `type` of the table at `location` may have."""
+    return ", ".join(repr(kind.model_fields["type"].default) for kind in _kinds(cls, location))
+
+
+def _kinds(cls: type[pydantic.BaseModel], location: Sequence[str]) -> list[type[pydantic.BaseModel]]:
+    """What the table at `location` may be."""
     kinds: list[type[pydantic.BaseModel]] = [cls]
     for part in location:
         if not part.isdigit():
             kinds = [inner for kind in kinds if part in kind.model_fields for inner in _sections_in(kind.model_fields[part].annotation)]
-    return ", ".join(repr(kind.model_fields["type"].default) for kind in kinds)
+    return kinds
 
 
 def _near(location: Sequence[str], paths: Iterable[str]) -> str:

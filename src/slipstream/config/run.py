@@ -208,15 +208,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _trainer_and_engine_round_alike(self):
-        if self.model.impl == "hf" and self.engine.dtype == "float8":
-            raise ValueError(
-                'model.impl = "hf" and engine.dtype = "float8": the precision map knows our own matrices only; set '
-                'engine.dtype = "bfloat16" or "float32"'
-            )
         if self.trainer.publish == "float8" and self.engine.dtype != "float8":
+            advice = 'set engine.dtype = "float8", or trainer.publish' if self.engine.type == "embedded" else "set trainer.publish"
             raise ValueError(
                 f'trainer.publish = "float8" and engine.dtype = {self.engine.dtype!r}: the engine would sample from rounded weights '
-                'that it does not multiply in FP8; set engine.dtype = "float8", or trainer.publish = "compute"'
+                f'that it does not multiply in FP8; {advice} = "compute"'
             )
         quantises = self.trainer.dtype == "float8" or self.trainer.publish == "float8"
         ours = self.engine if isinstance(self.engine, EngineConfig) else None

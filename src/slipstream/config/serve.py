@@ -119,11 +119,6 @@ class EngineConfig(EngineBase):
                 f"engine.replicas = {self.replicas} and engine.ep.ranks = {self.ep.ranks}: replicas counts processes, of which groups of "
                 f"`ranks` share the experts; use a multiple of {self.ep.ranks} replicas"
             )
-        if self.dtype == "float8" and self.ep.ranks > 1:
-            raise ValueError(
-                f'engine.dtype = "float8" and engine.ep.ranks = {self.ep.ranks}: experts in FP8 are not shared between processes yet; use '
-                '"bfloat16" or "float32", or ranks = 1'
-            )
         prefill = self.disaggregation.prefill_replicas
         if prefill >= self.replicas and prefill:
             raise ValueError(

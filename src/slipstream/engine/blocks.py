@@ -19,7 +19,6 @@ Called between steps only, by the engine's thread; payloads are host memory and 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,16 +27,15 @@ import torch
 import xxhash
 
 from slipstream.engine.kv import KvCache
+from slipstream.engine.room import HEADER, HEADER_BYTES, VERSION_BYTES
 from slipstream.errors import WireError
 from slipstream.models.spec import ModelSpec
 
 Payload = bytes | bytearray | memoryview | np.ndarray
 """Bytes of a block, or of one layer of several: anything with a contiguous buffer."""
 LAYOUT = 1
-"""Changes with the order of bytes in a payload or the meaning of a header field."""
-_HEADER = struct.Struct("<4sIQ16s16s16s")
+"""Changes with the order of bytes in a payload or the meaning of a header field (`room.HEADER`)."""
 _MAGIC = b"SLKV"
-HEADER_BYTES = _HEADER.size + 8
 
 
 class Blocks:
@@ -52,7 +50,7 @@ class Blocks:
         self._routing = cache.routing.reshape(cache.num_blocks, -1).view(np.uint8)
         self.num_layers = spec.num_layers
         self.layer_bytes = tuple(sum(part.shape[1] for part in layer) for layer in self._parts)
-        self.tail_bytes = self._routing.shape[1] + 4
+        self.tail_bytes = self._routing.shape[1] + VERSION_BYTES
         self.block_bytes = sum(self.layer_bytes) + self.tail_bytes
         arrays = [[(str(part.dtype), tuple(part.shape[1:])) for part in layer] for layer in parts]
         rows = (cache.routing.dtype.str, cache.routing.shape[1:])
@@ -119,7 +117,7 @@ class Label:
 
 def seal(label: Label, payload: Payload) -> bytes:
     """The header for this payload: written in front of it, not copied together with it."""
-    head = _HEADER.pack(_MAGIC, LAYOUT, _raw(payload).nbytes, label.key, label.shape, label.weights)
+    head = HEADER.pack(_MAGIC, LAYOUT, _raw(payload).nbytes, label.key, label.shape, label.weights)
     return head + _digest(head, payload)
 
 
@@ -131,12 +129,12 @@ def open_sealed(header: Payload, payload: Payload) -> Label:
     raw, body = bytes(header), _raw(payload)
     if len(raw) != HEADER_BYTES or raw[:4] != _MAGIC:
         raise WireError(f"not a KV block: {len(raw)} bytes of header that start with {raw[:4]!r}")
-    _, layout, size, key, shape, weights = _HEADER.unpack(raw[: _HEADER.size])
+    _, layout, size, key, shape, weights = HEADER.unpack(raw[: HEADER.size])
     if layout != LAYOUT:
         raise WireError(f"a KV block of layout {layout}; this slipstream has {LAYOUT}")
     if size != body.nbytes:
         raise WireError(f"a KV block of {body.nbytes} bytes whose header says {size}")
-    if _digest(raw[: _HEADER.size], payload) != raw[_HEADER.size :]:
+    if _digest(raw[: HEADER.size], payload) != raw[HEADER.size :]:
         raise WireError(f"KV block {key.hex()} is damaged: its checksum differs")
     return Label(key, shape, weights)
 

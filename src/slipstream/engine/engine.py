@@ -23,6 +23,7 @@ from slipstream.config.speculation import PromptLookup
 from slipstream.engine.blocks import Blocks
 from slipstream.engine.completion import complete, read_blocks
 from slipstream.engine.fetch import ENDINGS, BlockSource
+from slipstream.engine.fit import check_impl, check_positions
 from slipstream.engine.handoff.exports import Export, Exports
 from slipstream.engine.kv import KvCache
 from slipstream.engine.postprocess import Postprocess, StepResult
@@ -34,7 +35,7 @@ from slipstream.engine.stops import Stops
 from slipstream.engine.tiers.hierarchy import Tiers
 from slipstream.engine.versions import UsableVersions
 from slipstream.engine.weights import LiveWeights
-from slipstream.errors import ConfigError, EngineUnavailable, RequestError
+from slipstream.errors import EngineUnavailable, RequestError
 from slipstream.models.impl import Impl
 from slipstream.serving.checks import check_request
 from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion
@@ -54,17 +55,13 @@ class EmbeddedEngine:
         Sets torch's threads to config.threads.
         Raises ModelError or ConfigError.
         """
+        check_impl(config, impl)
         torch.set_num_threads(config.threads)
         self.folder, self.config, self.seq_len = Path(folder), config, seq_len
         dtype = _DTYPES[config.dtype]
         self._weights = self._load_weights(dtype, version, impl)
         spec = self.spec = self._weights.model.spec
-        if seq_len < 2:
-            raise ConfigError(f"model.seq_len = {seq_len}: a context holds at least one token of prompt and one sampled; use 2 or more")
-        if seq_len > spec.max_positions:
-            raise ConfigError(
-                f"model.seq_len = {seq_len} is more than the {spec.max_positions} positions of the model in {folder}: lower model.seq_len"
-            )
+        check_positions(spec, seq_len)
         fp8_kv = config.kv_dtype == "float8"
         self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, config.capture_routing, fp8_kv)
         self._table = SlotTable(config.max_running, seq_len, config.block_tokens)
@@ -106,8 +103,11 @@ class EmbeddedEngine:
         self.outcomes: Counter[FinishReason] = Counter()
 
     def _load_weights(self, dtype: torch.dtype, version: int, impl: Impl) -> LiveWeights:
-        fp8 = None if self.config.dtype != "float8" else self.config.fp8_scales
-        return LiveWeights(self.folder, dtype, version, impl, fp8)
+        return LiveWeights(self.folder, dtype, version, impl, self._fp8_scales)
+
+    @property
+    def _fp8_scales(self) -> str | None:
+        return self.config.fp8_scales if self.config.dtype == "float8" else None
 
     # ---- requests ----
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 from slipstream.config.serve import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.models.spec import ModelSpec
@@ -10,6 +12,11 @@ MIB = 1 << 20
 MIN_BLOCKS = 2
 SCALE_FEATURES = 128
 """Features of a head that share a scale in an FP8 cache; a scale is a byte (`ops.fp8_kv`)."""
+VERSION_BYTES = 4
+"""Behind the routing rows of a block that leaves the device: the policy version that wrote it (`engine.blocks`)."""
+HEADER = struct.Struct("<4sIQ16s16s16s")
+HEADER_BYTES = HEADER.size + 8
+"""Before it where it is kept in a file, checksum included."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float8": 2}
 
 
@@ -32,11 +39,21 @@ def block_bytes(spec: ModelSpec, block_tokens: int, item_bytes: int, capture: bo
     return token_bytes * block_tokens
 
 
+def block_bytes_of(spec: ModelSpec, config: EngineConfig) -> int:
+    """`block_bytes` as [engine] says."""
+    return block_bytes(spec, config.block_tokens, _ITEM_BYTES[config.dtype], config.capture_routing, fp8=config.kv_dtype == "float8")
+
+
+def num_blocks(spec: ModelSpec, config: EngineConfig) -> int:
+    """Blocks of the pool."""
+    return config.kv_memory_mib * MIB // block_bytes_of(spec, config)
+
+
 def check_room(spec: ModelSpec, config: EngineConfig, seq_len: int) -> None:
     """Refuse a pool that cannot hold one sequence of `seq_len` tokens: it would fail whenever one grows that long. Raises ConfigError."""
-    size = block_bytes(spec, config.block_tokens, _ITEM_BYTES[config.dtype], config.capture_routing, fp8=config.kv_dtype == "float8")
+    size = block_bytes_of(spec, config)
     needed = max(MIN_BLOCKS, -(-(seq_len - 1) // config.block_tokens))  # the last token is sampled, never processed
-    if config.kv_memory_mib * MIB // size < needed:
+    if num_blocks(spec, config) < needed:
         smallest = -(-needed * size // MIB)
         raise ConfigError(
             f"engine.kv_memory_mib = {config.kv_memory_mib} and model.seq_len = {seq_len}: one sequence of that length needs {needed} KV "

@@ -27,10 +27,9 @@ from slipstream.config.serve import EngineConfig, embedded
 from slipstream.engine.app import make_app
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
+from slipstream.engine.fit import check_engine
 from slipstream.engine.handoff.roles import in_role
 from slipstream.engine.metrics import report, write_once
-from slipstream.engine.room import check_room
-from slipstream.engine.wide.fit import check_wide
 from slipstream.errors import EngineUnavailable
 from slipstream.models.impl import Impl, read_spec
 from slipstream.observe.metrics import MetricsWriter
@@ -49,7 +48,7 @@ def serve_run(run_folder: Path, replica: int) -> int:
     run_folder = Path(run_folder)
     config = load(RunConfig, [run_folder / "config.toml"])
     model, engine = config.model, embedded(config.engine)
-    check_room(read_spec(model.path, model.impl), engine, model.seq_len)
+    check_engine(read_spec(model.path, model.impl), engine, model.seq_len, model.impl)
     port = engine.port + replica if engine.port else 0
     with made(model.path, engine, model.seq_len, config.seed + replica, -1, model.impl) as driver:
         return asyncio.run(_serve_run(driver, config, run_folder, replica, port))
@@ -58,7 +57,7 @@ def serve_run(run_folder: Path, replica: int) -> int:
 def serve_folder(model_folder: Path, engine_config: EngineConfig, seq_len: int, impl: Impl = "auto") -> int:
     """Serve a model folder until SIGTERM or Ctrl-C; the exit status. Raises ConfigError or ModelError before it serves."""
     _log_to_stderr()
-    check_room(read_spec(model_folder, impl), engine_config, seq_len)
+    check_engine(read_spec(model_folder, impl), engine_config, seq_len, impl)
     rank = int(os.environ.get("RANK", "0")) if engine_config.ep.ranks > 1 else 0
     config = engine_config.replace(port=engine_config.port + rank if engine_config.port else 0)
     with made(Path(model_folder), config, seq_len, rank, 0, impl) as driver:
@@ -72,7 +71,6 @@ def made(folder: Path, config: EngineConfig, seq_len: int, seed: int, version: i
         with closing(EmbeddedEngine(folder, config, seq_len, seed, version, impl)) as engine:
             yield EngineDriver(engine)
         return
-    check_wide(read_spec(folder, impl), config, impl)
     from slipstream.engine.wide.driver import WideDriver  # an engine that is alone needs no process groups, which take long to import
     from slipstream.engine.wide.engine import WideEngine
     from slipstream.parallel.wide import joined

@@ -31,14 +31,8 @@ class LiveWeights:
 
         Raises ModelError when it cannot be used.
         """
-        if fp8 is not None and impl == "hf":
-            raise ModelError(
-                'engine.dtype = "float8" and model.impl = "hf": the precision map knows our own matrices only; '
-                'set engine.dtype = "bfloat16"'
-            )
         self._power_of_two = None if fp8 is None else fp8 == "power_of_two"
-        loaded = self.load(folder, dtype, impl) if self._power_of_two is None else load_in_fp8(folder, self._power_of_two)
-        self.model: LanguageModel = loaded.eval().requires_grad_(False)
+        self.model: LanguageModel = self.load(folder, dtype, impl).eval().requires_grad_(False)
         self.number = number
         self.fingerprint = fingerprint_folder(folder)
         self.prepared: PolicyVersion | None = None
@@ -47,7 +41,7 @@ class LiveWeights:
 
     def load(self, folder: Path, dtype: torch.dtype, impl: Impl) -> LanguageModel:
         """The model of a folder. `engine.wide` has a part of it only."""
-        return load_model(folder, dtype, impl=impl)
+        return load_model(folder, dtype, impl=impl) if self._power_of_two is None else load_in_fp8(folder, self._power_of_two)
 
     def fill(self, model: LanguageModel, tensors: TensorFiles) -> None:
         """Copy the tensors of a version into a model that `load` made."""

@@ -116,14 +116,19 @@ def holders(folder: Path) -> dict[int, str]:
     return {pid: title for pid, title in found.items() if title}  # without one it is just ending
 
 
-def create(config: RunConfig) -> Path:
-    """Lay out the folder of a new run and write its configuration. Raises ConfigError when it already holds a run."""
-    folder = config.folder
-    if (folder / "config.toml").exists():
+def check_new(config: RunConfig) -> None:
+    """Raises ConfigError when the folder already holds a run."""
+    if (config.folder / "config.toml").exists():
         raise ConfigError(
-            f"run folder {folder} already holds a run. Continue it with --resume, choose another name with --set name=..., "
+            f"run folder {config.folder} already holds a run. Continue it with --resume, choose another name with --set name=..., "
             "or start it afresh with --clean (deletes the folder)"
         )
+
+
+def create(config: RunConfig) -> Path:
+    """Lay out the folder of a new run and write its configuration. Raises ConfigError, see `check_new`."""
+    check_new(config)
+    folder = config.folder
     for part in ("logs", "endpoints", "weights", "batches", "rollouts", "checkpoints"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "config.toml", to_toml(config).encode())
@@ -131,8 +136,8 @@ def create(config: RunConfig) -> Path:
     return folder
 
 
-def reopen(config: RunConfig) -> Path:
-    """The folder of an existing run, checked to be the same run. Raises ConfigError: no such run, or settings differ."""
+def check_same(config: RunConfig) -> None:
+    """Raises ConfigError: the folder holds no run, or one with other settings."""
     folder = config.folder
     if not (folder / "config.toml").exists():
         raise ConfigError(f"--resume: {folder} holds no run (no config.toml). Leave --resume out to start it")
@@ -144,6 +149,12 @@ def reopen(config: RunConfig) -> Path:
             f"--resume: these settings differ from those in {folder / 'config.toml'} and would make it another run:\n  "
             + "\n  ".join(forbidden)
         )
+
+
+def reopen(config: RunConfig) -> Path:
+    """The folder of an existing run. Raises ConfigError, see `check_same`."""
+    check_same(config)
+    folder = config.folder
     write_atomically(folder / "config.toml", to_toml(config).encode())
     for endpoint in (folder / "endpoints").glob("*.json"):
         endpoint.unlink()
@@ -152,12 +163,17 @@ def reopen(config: RunConfig) -> Path:
     return folder
 
 
-def clean(config: RunConfig) -> None:
-    """Empty the folder of a run. Raises ConfigError for a folder that does not look like one."""
+def check_cleanable(config: RunConfig) -> None:
+    """Raises ConfigError for a folder that does not look like one of a run."""
     folder = config.folder
-    if not (folder / "config.toml").exists() and any(folder.iterdir()):
+    if folder.exists() and not (folder / "config.toml").exists() and any(folder.iterdir()):
         raise ConfigError(f"--clean: {folder} is not empty and holds no config.toml, so it is not a run; delete it yourself if you mean to")
-    for path in folder.iterdir():
+
+
+def clean(config: RunConfig) -> None:
+    """Empty the folder of a run. Raises ConfigError, see `check_cleanable`."""
+    check_cleanable(config)
+    for path in config.folder.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.errors import ModelError
 from slipstream.models.hf import INDEX, SINGLE, TensorFiles, hf_tensors, save_tensors
@@ -37,9 +37,14 @@ _NAMED = 20
 
 def load_hf_tensors(model: LanguageModel, tensors: Mapping[str, Tensor], files: Mapping[str, Path] | None = None) -> None:
     """`fill` the whole of the model, converting to its dtype, or to codes where it has nothing else (`models.fp8`)."""
-    own = {name: p if isinstance(p, Fp8Weight) else p.detach() for name, p in model.named_parameters()}
-    table = places(model.names, model.spec, {name: p.shape for name, p in own.items()})
-    fill({name: [(tensor, (0,) * tensor.ndim)] for name, tensor in own.items()}, table, model.spec, model.tied_names, tensors, files)
+    table = places(model.names, model.spec, {name: p.shape for name, p in model.named_parameters()})
+    whole = {name: [(memory_of(p), (0,) * p.ndim)] for name, p in model.named_parameters()}
+    fill(whole, table, model.spec, model.tied_names, tensors, files)
+
+
+def memory_of(parameter: nn.Parameter) -> Tensor:
+    """What `fill` is given of a parameter: its values, or itself where it has codes alone."""
+    return parameter if isinstance(parameter, Fp8Weight) else parameter.detach()
 
 
 @torch.no_grad()
@@ -53,9 +58,9 @@ def fill(
 ) -> None:
     """Copy of `tensors` (HF names) what belongs into `held`; FP8 is dequantised block by block.
 
-    `held`: our names; boxes of the parameter: (memory, where in the whole it begins), or a whole `Fp8Weight` without values, which takes
-    the codes of tensors in FP8 as they are, and quantises others. `table`: places of all tensors of the model, also of those of which
-    nothing is held. `tied`: `LanguageModel.tied_names`. `files` (tensor to file) makes errors say where.
+    `held`: our names; boxes of the parameter: (memory, where in the whole it begins). The memory may be an `Fp8Weight` without values,
+    whole or of some experts: it takes the codes of tensors in FP8 as they are, and quantises others. `table`: places of all tensors of the
+    model, also of those of which nothing is held. `tied`: `LanguageModel.tied_names`. `files` (tensor to file) makes errors say where.
     Raises ModelError, before anything is changed: a tensor is missing, unexpected, of another shape or not of a float type, or FP8 without
     the scales that go with it; afterwards: a value is not finite.
     """
@@ -66,7 +71,7 @@ def fill(
     for place in table:
         for memory, starts in held.get(place.ours, ()):
             if isinstance(memory, Fp8Weight):
-                _fill_codes(memory, place, tensors, files)
+                _fill_codes(memory, starts, place, tensors, files)
                 continue
             found = place.within(memory, starts)
             if found is None:
@@ -76,20 +81,26 @@ def fill(
             check_finite(target, f"tensor {place.hf}{_in(files, place.hf)}")
 
 
-def _fill_codes(weight: Fp8Weight, place: Place, tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-    """The checkpoint's matrix (of all experts, or of one) into the part of the weight that is this matrix."""
-    given, what = tensors[place.hf], f"tensor {place.hf}{_in(files, place.hf)}"
+def _fill_codes(weight: Fp8Weight, starts: Sequence[int], place: Place, tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
+    """The checkpoint's matrix (of all experts, or of one) into the part of the weight that is this matrix, if that holds it."""
+    part = weight.parts[[0, *accumulate(weight.columns)].index(place.box[-1][0])]
+    codes, scales = (
+        replace(place, box=(*place.box[:-2], (0, own.shape[-2]), (0, own.shape[-1]))).within(own, starts)
+        for own in (part.codes, part.scales)
+    )
+    if codes is None or scales is None:
+        return
+    (own_codes, at), (own_scales, scales_at) = codes, scales
+    given, what = tensors[place.hf][at], f"tensor {place.hf}{_in(files, place.hf)}"
     if given.dtype == torch.float8_e4m3fn:
-        new = Quantised(given, tensors[place.hf + SCALE_SUFFIX].float(), WEIGHT)
+        new = Quantised(given, tensors[place.hf + SCALE_SUFFIX][scales_at].float(), WEIGHT)
         check_finite(new.dequantise(), what)
     else:
         rounded = given.to(weight.dtype)
         check_finite(rounded, what)
         new = quantise(rounded, WEIGHT, weight.power_of_two)
-    part = weight.parts[[0, *accumulate(weight.columns)].index(place.box[-1][0])]
-    for own, values in ((part.codes, new.codes), (part.scales, new.scales)):
-        whole_matrix = replace(place, box=(*place.box[:-2], (0, own.shape[-2]), (0, own.shape[-1])))
-        whole_matrix.of(own).copy_(values)
+    own_codes.copy_(new.codes)
+    own_scales.copy_(new.scales)
 
 
 def listed(problems: Sequence[str]) -> str:

@@ -8,7 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelError
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises ModelError with the ways to get a model where there is none."""
+    if (folder / "config.json").is_file():
+        return
+    what = (
+        "has no config.json, so it is not a model folder" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
+    )
+    raise ModelError(
+        f"model folder {folder} {what}. Name an HF folder (as save_pretrained writes it, or RUN/final), or make a small model: "
+        f"slipstream make-model {folder} --preset tiny-moe --env calculator"
+    )
 
 
 @contextmanager

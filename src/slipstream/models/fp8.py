@@ -36,8 +36,12 @@ def multiply_in_fp8(model: LanguageModel, power_of_two: bool, errors: Fp8Errors)
 
 def empty_in_fp8(spec: ModelSpec, power_of_two: bool) -> LanguageModel:
     """A model without values yet, that has room for the codes of those matrices and nothing else of them; the rest is bfloat16."""
-    model = build_model(spec, torch.bfloat16, "meta")
-    columns = fused_columns(model.names, spec)
+    return with_room_for_codes(build_model(spec, torch.bfloat16, "meta"), power_of_two)
+
+
+def with_room_for_codes(model: LanguageModel, power_of_two: bool) -> LanguageModel:
+    """The same of a model on the meta device, which may have some of the experts only: it gets its memory."""
+    columns = fused_columns(model.names, model.spec)
     shapes = {name: p.shape for name, p in model.named_parameters() if name in columns}
     for name in shapes:
         _set(model, name, None)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from slipstream.models import deepseek_v3, deepseek_v32, glm4_moe, glm_moe_dsa, gpt_oss, llama, minimax_m2, qwen3, qwen3_moe
 from slipstream.models.decoder import Decoder
-from slipstream.models.fill import load_hf_tensors
+from slipstream.models.fill import fill, load_hf_tensors
 from slipstream.models.hf import TensorFiles
 from slipstream.models.impl import Impl
 from slipstream.models.language_model import LanguageModel
+from slipstream.models.places import places
 from slipstream.models.spec import ModelSpec
 
 _FAMILIES = {
@@ -55,6 +56,23 @@ def load_model(
     tensors = TensorFiles(folder)
     model = build_model(ModelSpec.from_folder(Path(folder)), dtype, "meta").to_empty(device=device)
     load_hf_tensors(model, tensors, tensors.files)
+    return model
+
+
+def check_loads(folder: str | Path, impl: Impl = "auto") -> LanguageModel:
+    """The model of an HF folder without memory for its weights, after a look at the tensors of the folder: names, shapes and types.
+
+    Raises ModelError, see `load_model`; but values are not looked at.
+    """
+    tensors = TensorFiles(folder)
+    if impl == "hf":
+        from slipstream.models.foreign.decoder import empty_hf_model
+
+        model: LanguageModel = empty_hf_model(folder, torch.float32, "meta")
+    else:
+        model = build_model(ModelSpec.from_folder(Path(folder)), device="meta")
+    table = places(model.names, model.spec, {name: p.shape for name, p in model.named_parameters()})
+    fill({}, table, model.spec, model.tied_names, tensors, tensors.files)
     return model
 
 

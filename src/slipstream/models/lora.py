@@ -174,6 +174,8 @@ def _matches(site: Site, target: str) -> bool:
 
 def _kept(base: Tensor) -> Tensor:
     """A copy in bfloat16 where that holds every value (weights of a bfloat16 checkpoint), else as it is."""
+    if base.is_meta:  # a model whose settings are looked at
+        return base
     half = base.to(torch.bfloat16)
     return half if torch.equal(half.to(base.dtype), base) else base.clone()
 

@@ -112,6 +112,13 @@ class Fp8Weight(nn.Parameter):
         """Its matrices in FP8."""
         return self._quantised() if self.kept is None else self.kept
 
+    def expert(self, index: int) -> Fp8Weight:
+        """[1, K, N]: the codes of one expert of a stack without values, in the same memory."""
+        made: Any = torch.Tensor._make_subclass(Fp8Weight, self.detach()[index : index + 1], False)
+        parts = tuple(Quantised(p.codes[index : index + 1], p.scales[index : index + 1], p.tile) for p in self.parts)
+        Fp8Weight.turn_into(made, self.columns, self.power_of_two, self.errors, codes=parts)
+        return made
+
     @property
     def memory(self) -> Sequence[Tensor]:
         """Everything of it that takes memory."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from slipstream.config.parallel import ParallelConfig
 from slipstream.errors import ConfigError
 from slipstream.models.language_model import LanguageModel
 from slipstream.ops.fp8 import DEPTH, WEIGHT, Quantised, quantise
@@ -73,6 +74,16 @@ def gather_codes(
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = gathered.before, gathered.after
         param._init_extensions()
     return made
+
+
+def check_shards(model: LanguageModel, columns: Mapping[str, Sequence[int]], parallel: ParallelConfig) -> None:
+    """The same of a model that is not sharded yet, and may be without memory. Raises ConfigError: an edge would cut a block."""
+    for name, parameter in model.named_parameters():
+        if name in columns:
+            shared = parallel.ep if parameter.ndim == 3 else 1  # who shares experts has some of them, whole
+            shards = parallel.fsdp // shared
+            if shards > 1:
+                check_edges(name, torch.Size((parameter.shape[0] // shared, *parameter.shape[1:])), shards)
 
 
 def check_edges(name: str, shape: torch.Size, shards: int) -> None:

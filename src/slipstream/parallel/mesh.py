@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slipstream.config.parallel import ParallelConfig
 from slipstream.errors import ConfigError, TrainerError
+from slipstream.parallel.meet import meet
 
 _Value = TypeVar("_Value")
 
@@ -135,9 +136,9 @@ ALONE = Mesh(ParallelConfig())
 def joined(config: ParallelConfig, timeout_s: float, wait_s: float = 0.0) -> Iterator[Mesh]:
     """Join the other trainer processes for the block. One process needs none and joins nothing.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment, as torchrun sets them. `timeout_s` is how long one process may
-    wait for another in an exchange, `wait_s` how long for the word of the leading one, if that is longer. Raises ConfigError: started as
-    another number of processes than the run file says; TrainerError: another one is gone, or stands still.
+    They find each other by `meet`. `timeout_s` is how long one process may wait for another in an exchange, `wait_s` how long for the word
+    of the leading one, if that is longer. Raises ConfigError: started as another number of processes than the run file says; TrainerError:
+    the others did not come, or another one is gone, or stands still.
     """
     if config.processes == 1:
         yield ALONE
@@ -148,7 +149,10 @@ def joined(config: ParallelConfig, timeout_s: float, wait_s: float = 0.0) -> Ite
             f"trainer.parallel.processes = {config.processes}, but this process was started as one of {world} (WORLD_SIZE). Let "
             f"`slipstream rl` or `slipstream sft` start them, or torchrun --nproc-per-node {config.processes}"
         )
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    try:
+        meet(timeout_s)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise TrainerError(f"a trainer process did not meet the {config.processes - 1} others: {error}") from error
     patience_s = timeout_s if dist.get_rank() == 0 else max(timeout_s, wait_s)  # who is told something is listening already
     words = dist.new_group(timeout=datetime.timedelta(seconds=patience_s))
     try:

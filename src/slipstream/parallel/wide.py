@@ -27,6 +27,7 @@ from torch import Tensor
 from slipstream.config.wide import WideConfig
 from slipstream.errors import ConfigError, EngineUnavailable, StateError
 from slipstream.ops import combine_experts
+from slipstream.parallel.meet import meet
 from slipstream.parallel.placement import Placement
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,7 +40,7 @@ START_S = 600.0
 
 @contextmanager
 def joined(config: WideConfig) -> Iterator[WideGroup]:
-    """Join the other ranks for the block: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment, as torchrun sets them.
+    """Join the other ranks for the block; see `meet`.
 
     Raises ConfigError: started as another number of processes; EngineUnavailable: the others did not come.
     """
@@ -50,8 +51,8 @@ def joined(config: WideConfig) -> Iterator[WideGroup]:
             f"`slipstream engine --model` start them, or torchrun --nproc-per-node {config.ranks}"
         )
     try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=START_S))
-    except (RuntimeError, ValueError) as error:
+        meet(START_S)
+    except (OSError, RuntimeError, ValueError) as error:
         raise EngineUnavailable(f"an engine process did not meet the {config.ranks - 1} others that share its experts: {error}") from error
     try:
         yield WideGroup(config.timeout_s)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 
 from slipstream.config.run import RunConfig
 from slipstream.config.serve import EngineConfig
-from slipstream.engine.room import check_room
-from slipstream.engine.wide.fit import check_wide
-from slipstream.errors import ConfigError, ModelError, SlipstreamError
+from slipstream.engine.fit import check_positions, engine_checks
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models.spec import ModelSpec
 from slipstream.parallel.fit import check_fits, misfit
 from slipstream.planner.batch import Arithmetic
@@ -25,7 +24,7 @@ from slipstream.trainer.fit import check_trains
 def problems(config: RunConfig, spec: ModelSpec) -> list[SlipstreamError]:
     """All that speaks against the run; [] when nothing does."""
     found = []
-    for check in _checks(config, spec):
+    for _, check in checks(config, spec):
         try:
             check()
         except SlipstreamError as error:
@@ -33,25 +32,16 @@ def problems(config: RunConfig, spec: ModelSpec) -> list[SlipstreamError]:
     return found
 
 
-def _checks(config: RunConfig, spec: ModelSpec) -> Iterator[Callable[[], None]]:
-    yield lambda: check_positions(config, spec)
-    yield lambda: check_fits(config.trainer.parallel, spec)
-    yield lambda: check_trains(config.trainer, config.trainer.optim, spec)
-    yield lambda: check_share(config, spec)
+def checks(config: RunConfig, spec: ModelSpec) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What is looked at, and a call that raises."""
+    yield "length of sequences", lambda: check_positions(spec, config.model.seq_len)
+    yield "layout of the trainer", lambda: check_fits(config.trainer.parallel, spec)
+    yield "settings of the trainer", lambda: check_trains(config.trainer, config.trainer.optim, spec)
+    yield "shares of a batch", lambda: check_share(config, spec)
     if config.cluster.engines == "beside" and isinstance(engine := config.engine, EngineConfig):
-        yield lambda: check_room(spec, engine, config.model.seq_len)
-        yield lambda: check_wide(spec, engine, config.model.impl)
+        yield from engine_checks(spec, engine, config.model.seq_len, config.model.impl)
     if config.trainer.parallel.pp == 1 and config.trainer.lora is None:  # what the plan of memory does not know
-        yield lambda: check_memory(config, spec)
-
-
-def check_positions(config: RunConfig, spec: ModelSpec) -> None:
-    """Raises ModelError: sequences longer than the model was made for."""
-    if spec.max_positions < config.model.seq_len:
-        raise ModelError(
-            f"model.seq_len = {config.model.seq_len} and max_position_embeddings = {spec.max_positions} of {config.model.path}: "
-            "the model was not made for sequences that long; lower model.seq_len"
-        )
+        yield "memory", lambda: check_memory(config, spec)
 
 
 def check_share(config: RunConfig, spec: ModelSpec) -> None:

@@ -194,10 +194,11 @@ def _node(s: Sizes, process: tuple[Figure, ...]) -> tuple[Figure, ...]:
     figures.append(Figure("batch", here * s.step.tokens * each, "bytes", formula))
     if s.config.cluster.engines == "beside":
         item = 4 if engine.dtype == "float32" else 2
-        codes = s.matrices if engine.dtype == "float8" else 0  # a byte less for each
+        held = params_here(spec, engine)
+        codes = s.matrices - (spec.num_params - held) if engine.dtype == "float8" else 0  # a byte less for each
         weights = f"{engine.replicas} replicas x 2 versions x " + (f"({item} P - matrices)" if codes else f"{item} P")
         shared = f", of which each has the experts of engine.ep.ranks = {engine.ranks}" if engine.ranks > 1 else ""
-        size = engine.replicas * 2 * (item * params_here(spec, engine) - codes)
+        size = engine.replicas * 2 * (item * held - codes)
         figures.append(Figure("engine weights", size, "bytes", f"{weights}{shared}: live, and the next (engine.weights)"))
         figures.append(
             Figure(

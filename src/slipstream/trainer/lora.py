@@ -33,8 +33,7 @@ class LoraWeights(Weights):
     def __init__(self, model: Decoder, config: TrainerConfig, lora: LoraConfig, mesh: Mesh) -> None:
         """`model` holds the float32 base. Raises ConfigError: targets or the adapter to start from do not fit; ModelError: see there."""
         self.mesh = mesh
-        self.adapters = Adapters(model, lora.rank, lora.alpha, lora.targets, lora.seed)
-        start_from(self.adapters, lora)
+        self.adapters = make_adapters(model, lora)
         model.requires_grad_(False)
         for ours in self.adapters.within:
             model.get_parameter(ours).requires_grad_(True)
@@ -73,15 +72,18 @@ class LoraWeights(Weights):
             parameter.grad = self.mesh.add_up(grad / self.mesh.config.dp_replicate)
 
 
-def start_from(adapters: Adapters, lora: LoraConfig) -> None:
-    """The adapter that `lora.path` names, if any. Raises ConfigError, ModelError."""
+def make_adapters(model: Decoder, lora: LoraConfig) -> Adapters:
+    """As [trainer.lora] says, with the values that `lora.path` names. Raises ConfigError: targets or that adapter do not fit; ModelError:
+    it cannot be read."""
+    adapters = Adapters(model, lora.rank, lora.alpha, lora.targets, lora.seed)
     if lora.path is None:
-        return
+        return adapters
     found = read_adapter(lora.path)
     for key, own, given in (("rank", lora.rank, found.rank), ("alpha", lora.alpha, found.alpha)):
         if own != given:
             raise ConfigError(f"trainer.lora.{key} = {own}, but the adapter {lora.path} has {given}: set trainer.lora.{key} = {given}")
     adapters.load(found.tensors, f"the adapter {lora.path}")
+    return adapters
 
 
 def _hand_over_to(adapters: Adapters, ours: str) -> Callable[[Tensor], None]:

@@ -75,7 +75,7 @@ def test_an_unknown_loss_type_lists_the_known_ones():
     [
         ("trainer.row_tokens=100", ("row_tokens = 100", "seq_len = 1024")),
         ("engine.capture_routing=false", ("router_replay = true", "capture_routing = false")),
-        ("model.impl=hf;engine.dtype=float8", ('model.impl = "hf"', 'engine.dtype = "float8"')),
+        ('engine={type = "vllm", python = "p", tiers = {ram_mib = 1}}', ("engine.tiers", 'engine.type = "embedded" only')),
         ("trainer.publish=float8", ('trainer.publish = "float8"', "engine.dtype = 'float32'")),
         ("engine.max_step_tokens=8", ("max_step_tokens = 8", "max_running = 64")),
         ('envs=[{"id": "calculator"}, {"id": "calculator"}]', ("two environments are named 'calculator'",)),
@@ -86,7 +86,6 @@ def test_an_unknown_loss_type_lists_the_known_ones():
         ('trainer.loss={"type": "policy_gradient", "mis_low": 3}', ("mis_low = 3.0", "mis_high = 2.0")),
         ("engine.ep.ranks=2", ("engine.replicas = 1", "engine.ep.ranks = 2", "multiple of 2")),
         ("engine.ep.redundant_experts=1", ("redundant_experts = 1", "ranks = 1")),
-        ('engine={dtype = "float8", replicas = 2, ep = {ranks = 2}}', ('dtype = "float8"', "ranks = 2")),
         ("orchestrator.concurrency.min=100", ("min = 100", "initial = 64")),
         ('envs=[{"id": "calculator", "advantage": {"type": "custom"}}]', ("'custom'", "path = None")),
     ],

@@ -13,7 +13,7 @@ from slipstream.config.serve import EngineConfig
 from slipstream.config.train import TrainerConfig
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.weights import LiveWeights
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError
 from slipstream.models.context import FullContext
 from slipstream.models.hf import hf_tensors
 from slipstream.models.load import build_model, load_model
@@ -104,8 +104,8 @@ def test_weights_take_half_the_memory_also_of_the_next_version(folder: Path, tmp
 
 
 def test_transformers_own_modules_are_refused(folder: Path):
-    with pytest.raises(ModelError, match=r'engine\.dtype = "float8" and model\.impl = "hf"'):
-        LiveWeights(folder, torch.bfloat16, 0, "hf", fp8="float32")
+    with pytest.raises(ConfigError, match=r'engine\.dtype = "float8" and model\.impl = "hf"'):
+        EmbeddedEngine(folder, EngineConfig(dtype="float8"), 64, impl="hf")
 
 
 def test_a_version_that_comes_later_is_quantised_as_a_fresh_engine_would(folder: Path, tmp_path: Path):

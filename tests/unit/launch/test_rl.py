@@ -7,7 +7,7 @@ import pytest
 from slipstream import cli
 from slipstream.config import RunConfig, load
 from slipstream.errors import ConfigError
-from slipstream.launch import rl, run_folder
+from slipstream.launch import checks, rl, run_folder
 from slipstream.launch.topology import ProcessSpec
 from slipstream.models.maker import make_model
 
@@ -22,7 +22,7 @@ def test_the_reason_of_a_failure_is_shown_as_it_is(config, monkeypatch, capsys):
     """Brackets are not markup, and a long line is not broken."""
     reason = "envs[calculator].args: [/nope] " + "x" * 200
     spec = ProcessSpec("trainer", (sys.executable, "-c", f"import sys; print({reason!r}); sys.exit(2)"))
-    monkeypatch.setattr(rl, "check_inputs", lambda config: None)
+    monkeypatch.setattr(rl, "check_inputs", lambda config: [])
     monkeypatch.setattr(rl, "processes", lambda config, folder, port: [spec])
     assert rl.run(config, resume=False, clean=False) == 1
     shown = capsys.readouterr().err
@@ -40,11 +40,11 @@ def two_free_ports() -> int:
 
 
 def test_a_taken_port_is_refused_before_the_earlier_run_is_cleaned(config, monkeypatch):
-    monkeypatch.setattr(rl, "check_inputs", lambda config: None)
+    monkeypatch.setattr(rl, "check_inputs", lambda config: [])
     run_folder.create(config)
     port = two_free_ports()
     config = config.replace(engine=config.engine.replace(port=port, replicas=2))
-    rl.check_ports(config)
+    checks.check_ports(config)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + 1))
         taken.listen()
@@ -54,7 +54,7 @@ def test_a_taken_port_is_refused_before_the_earlier_run_is_cleaned(config, monke
             rl.run(config, resume=False, clean=True)
     assert (config.folder / "config.toml").exists()
     with pytest.raises(ConfigError, match=r"no\.such\.host"):
-        rl.check_ports(config.replace(engine=config.engine.replace(host="no.such.host.invalid")))
+        checks.check_ports(config.replace(engine=config.engine.replace(host="no.such.host.invalid")))
 
 
 def test_a_kv_pool_without_room_for_one_sequence_is_refused_before_anything_starts(config, tmp_path):
@@ -63,7 +63,7 @@ def test_a_kv_pool_without_room_for_one_sequence_is_refused_before_anything_star
         model={"path": str(tmp_path / "m"), "seq_len": 1024}, engine=config.engine.replace(kv_memory_mib=1, max_running=2)
     )
     with pytest.raises(ConfigError, match=r"kv_memory_mib = 1 and model.seq_len = 1024: .* use engine.kv_memory_mib = \d+ or more"):
-        rl.check_inputs(config)
+        checks.check_inputs(config)
     assert not config.folder.exists()
 
 
@@ -75,7 +75,7 @@ def test_a_custom_function_is_looked_for_before_anything_starts(config, key):
     else:
         config = config.replace(envs=[{"id": "calculator", "advantage": custom}])
     with pytest.raises(ConfigError, match="no_such_module"):
-        rl.check_inputs(config)
+        checks.check_inputs(config)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):

@@ -7,11 +7,11 @@ import pytest
 from slipstream import cli
 from slipstream.config import RunConfig, load, validate
 from slipstream.errors import ConfigError
-from slipstream.launch import rl
+from slipstream.launch.checks import check_inputs
 from slipstream.models.maker import PRESETS
 from slipstream.models.spec import ModelSpec
 from slipstream.planner.checks import problems
-from slipstream.planner.support import FEATURES, obstacle, page
+from slipstream.planner.support import EMBEDDED, SIDES, TRAINER, VLLM, obstacle, page
 from tests.unit.planner.published import GLM5
 from tests.unit.planner.test_plan import ROOT
 
@@ -57,6 +57,19 @@ def test_sizes_that_do_not_go_together_are_no_configuration(sections, reason, ne
         ("tiny-moe", {"trainer": {"balance_rate": 0.1}}, "moves a routing bias", "set trainer.balance_rate = 0"),
         ("tiny-moe", {"model": {"path": "m", "seq_len": 8192}, "trainer": {"row_tokens": 8192}}, "max_position_embeddings = 4096", "lower"),
         ("tiny-moe", {"engine": {"kv_memory_mib": 1}}, "engine.kv_memory_mib = 1 and model.seq_len = 1024", "or more"),
+        (
+            "tiny-moe",
+            {"engine": {"block_tokens": 4000, "tiers": {"ram_mib": 1}}},
+            "engine.tiers.ram_mib = 1 holds no block of ",
+            "raise it",
+        ),
+        ("tiny-dense", {"engine": {"replicas": 2, "ep": {"ranks": 2}}}, "engine.ep.ranks = 2 shares out experts", "leave out [engine.ep]"),
+        (
+            "tiny-dense",
+            {"model": {"path": "m", "impl": "hf"}, "engine": {"dtype": "float8"}},
+            'engine.dtype = "float8" and model.impl = "hf"',
+            'set engine.dtype = "bfloat16"',
+        ),
         (
             "tiny-moe",
             {"trainer": {"parallel": {"processes": 8, "cp": 2}}, "orchestrator": {"batch": {"type": "samples", "samples": 3}}},
@@ -110,15 +123,40 @@ def test_the_main_job_refuses_what_explain_refuses(tmp_path):
     run = config(trainer={"parallel": {"processes": 6, "ep": 3}})
     assert "16 experts" in str(problems(run, TINY_MOE)[0])
     with pytest.raises(ConfigError, match=r"cluster\.nodes = 12, gpus_per_node = 8.*slipstream explain"):
-        rl.check_inputs(config(trainer={"parallel": {"processes": 96}}, cluster=GPUS))
+        check_inputs(config(trainer={"parallel": {"processes": 96}}, cluster=GPUS))
 
 
 def test_the_support_matrix_is_current():
-    """docs/support.md is made by `make docs`. A pair of features is asked of the same checks as a run."""
+    """docs/support.md is made by `make docs`, for the trainer and both engines. A pair of features is asked of the same checks as a run."""
     made = page()
     assert (ROOT / "docs/support.md").read_text() == made + "\n"
     assert obstacle(["balance_rate", "freeze_router"], TINY_MOE) and obstacle(["recompute", "processes"], TINY_MOE) == ""
-    assert "The nearest that fits: processes = 8" in made and all(f"| {feature} |" in made for feature in FEATURES)
+    assert "The nearest that fits: processes = 8" in made and all(f"| {feature} |" in made for feature in TRAINER.features)
+    for side in SIDES:
+        part = made.partition(f"## {side.title.partition('. ')[0]}\n")[2].partition("\n## ")[0]
+        assert all(part.count(f"\n| {feature} |") == 1 for feature in side.features)
+
+
+DENSE = ModelSpec.from_config(PRESETS["tiny-dense"])
+
+
+@pytest.mark.parametrize(
+    ("side", "features", "spec", "reason"),
+    [
+        (EMBEDDED, ["FP8 weights", "wide EP", "RAM tier", "speculation", "FP8 KV", "routing capture"], TINY_MOE, ""),
+        (EMBEDDED, ["wide EP"], DENSE, "engine.ep.ranks = 2 shares out experts"),
+        (EMBEDDED, ["wide EP", "P/D"], TINY_MOE, "processes that share experts do not hand blocks over yet"),
+        (EMBEDDED, ["disk tier", "no prefix cache"], TINY_MOE, "engine.prefix_cache = false and engine.tiers is set"),
+        (VLLM, ["FP8 weights", "FP8 KV", "expert parallel"], TINY_MOE, ""),
+        (VLLM, ["routing capture", "KV offload"], TINY_MOE, "routing rows do not travel with the KV blocks of vLLM"),
+        (VLLM, ["routing capture", "compiled"], TINY_MOE, "compiled models do not say which experts they use"),
+        (VLLM, ["speculation"], TINY_MOE, 'engine.speculation: a key of engine.type = "embedded" only'),
+        (VLLM, ["published in FP8"], TINY_MOE, 'that it does not multiply in FP8; set trainer.publish = "compute"'),
+    ],
+)
+def test_what_an_engine_can_do_is_asked_of_what_refuses_a_run(side, features, spec, reason):
+    said = obstacle(features, spec, side)
+    assert reason in said and bool(reason) == bool(said)
 
 
 def explained(monkeypatch, capsys, *args) -> tuple[int, str, str]:

@@ -113,6 +113,9 @@ def test_an_fp8_engine_holds_and_gets_a_byte_for_each_value_of_a_matrix(tmp_path
     plan = planned(tmp_path, both, publish="float8")
     assert values(plan.communication)["published weights"] == 2 * 11_120 - matrices
     assert values(plan.memory.node)["engine weights"] == 2 * (2 * 11_120 - matrices)
+    shared = planned(tmp_path, {**both, "engine": {"dtype": "float8", "replicas": 2, "ep": {"ranks": 2}}}, publish="float8")
+    elsewhere = 2 * 3_072 // 2  # half of the experts of two layers
+    assert values(shared.memory.node)["engine weights"] == 2 * 2 * (2 * (11_120 - elsewhere) - (matrices - elsewhere))
 
 
 def test_settings_change_the_part_that_they_are_about(tmp_path):

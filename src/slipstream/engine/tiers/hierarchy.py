@@ -24,10 +24,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slipstream.config.tiers import TiersConfig
-from slipstream.engine.blocks import HEADER_BYTES, Blocks
-from slipstream.engine.room import MIB
+from slipstream.engine.blocks import Blocks
+from slipstream.engine.room import HEADER_BYTES, MIB
 from slipstream.engine.tiers.contents import DISK, RAM, SHARED, Contents
 from slipstream.engine.tiers.fetch import TierFetch, Work
+from slipstream.engine.tiers.fit import check_sizes
 from slipstream.engine.tiers.index import Place, Tier, by_name
 from slipstream.engine.tiers.reader import Reader
 from slipstream.engine.tiers.store import BlockStore, FolderStore, claim_folder
@@ -45,13 +46,14 @@ class Tiers:
     def __init__(self, config: TiersConfig, blocks: Blocks, stores: Mapping[str, BlockStore] | None = None) -> None:
         """`stores` for the lower tiers in place of folders. Raises ConfigError when a configured folder cannot be used."""
         self.timeout_s = config.fetch_timeout_s
+        check_sizes(config, blocks.block_bytes)
         self._blocks = blocks
         self._claim: int | None = None
         self._min_blocks = -(-config.min_tokens // blocks.block_tokens)
         found = stores if stores is not None else self._open_folders(config)
         sizes = {RAM: config.ram_mib, DISK: config.disk_mib, SHARED: config.shared_mib}
         size = {RAM: blocks.block_bytes, DISK: blocks.block_bytes + HEADER_BYTES, SHARED: blocks.block_bytes + HEADER_BYTES}
-        self.contents = Contents({name: _tier(name, mib, size[name]) for name, mib in sizes.items() if mib}, found)
+        self.contents = Contents({name: Tier(name, mib * MIB, size[name]) for name, mib in sizes.items() if mib}, found)
         if DISK in found:
             self.contents.tiers[DISK].load(by_name(found[DISK].scan(), lambda place: False))
         self.writer = Writer(self.contents, blocks.shape, max(1, config.queue_mib * MIB // blocks.block_bytes), config.scan_s)
@@ -204,12 +206,6 @@ class Tiers:
         if config.shared_path is not None:
             stores[SHARED] = _open(SHARED, config.shared_path, shape, size)
         return stores
-
-
-def _tier(name: str, mib: int, block_bytes: int) -> Tier:
-    if mib * MIB < block_bytes:
-        raise ConfigError(f"engine.tiers.{name}_mib = {mib} holds no block of {block_bytes / MIB:.2f} MiB: raise it, or 0 to leave it out")
-    return Tier(name, mib * MIB, block_bytes)
 
 
 def _open(name: str, path: Path, shape: bytes, block_bytes: int) -> FolderStore:

@@ -23,7 +23,8 @@ from typing import Protocol
 
 import numpy as np
 
-from slipstream.engine.blocks import HEADER_BYTES, Label, Payload, open_sealed, seal
+from slipstream.engine.blocks import Label, Payload, open_sealed, seal
+from slipstream.engine.room import HEADER_BYTES
 from slipstream.engine.tiers.index import Place
 from slipstream.errors import ConfigError, WireError
 

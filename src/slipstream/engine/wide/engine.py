@@ -67,7 +67,7 @@ class WideEngine(EmbeddedEngine):
         self.rebalances = self.moved_experts = 0
 
     def _load_weights(self, dtype: torch.dtype, version: int, impl: Impl) -> WideWeights:
-        weights = WideWeights(self.folder, dtype, version, self.shared)
+        weights = WideWeights(self.folder, dtype, version, self.shared, self._fp8_scales)
         self._wide = weights
         return weights
 

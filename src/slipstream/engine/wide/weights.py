@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from slipstream.engine.weights import LiveWeights
 from slipstream.errors import StateError
-from slipstream.models.fill import fill
+from slipstream.models.fill import fill, memory_of
+from slipstream.models.fp8 import with_room_for_codes
 from slipstream.models.hf import TensorFiles
 from slipstream.models.impl import Impl
 from slipstream.models.language_model import LanguageModel
@@ -21,6 +22,7 @@ from slipstream.models.layers import MoE
 from slipstream.models.load import build_model
 from slipstream.models.places import places
 from slipstream.models.spec import ModelSpec
+from slipstream.ops.fp8_weight import Fp8Weight
 from slipstream.parallel.placement import Placement
 from slipstream.parallel.wide import WideExperts, move_experts
 
@@ -41,31 +43,38 @@ class SharedStack:
 class WideWeights(LiveWeights):
     """Every copy of the model has the experts of `shared.placement`: only the caller changes that, with `move`."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, number: int, shared: WideExperts) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, number: int, shared: WideExperts, fp8: str | None = None) -> None:
         self._shared = shared
         self._serving: tuple[LanguageModel | None, list[Callable[[], object]]] = None, []
-        super().__init__(folder, dtype, number)
+        super().__init__(folder, dtype, number, fp8=fp8)
 
     def load(self, folder: Path, dtype: torch.dtype, impl: Impl) -> LanguageModel:
-        tensors, spec = TensorFiles(folder), ModelSpec.from_folder(folder)
+        tensors = TensorFiles(folder)
+        model = self._empty(ModelSpec.from_folder(folder), dtype)
+        self.fill(model, tensors)
+        return model
+
+    def _empty(self, spec: ModelSpec, dtype: torch.dtype) -> LanguageModel:
+        """Without values yet, and never with more experts than it keeps."""
         model = build_model(spec, dtype, "meta")
         self._table = places(model.names, spec, {name: p.shape for name, p in model.named_parameters()})
         for moe in _layers(model):
             _keep_slots(moe.experts, self._shared.placement.num_slots, spec.num_experts)
             moe.experts.forward = SharedStack(moe.moe_layer, moe.experts, self._shared)
-        model.to_empty(device="cpu")
-        self.fill(model, tensors)
-        return model
+        return model.to_empty(device="cpu") if self._power_of_two is None else with_room_for_codes(model, self._power_of_two)
+
+    def _another(self) -> LanguageModel:
+        return self._empty(self.model.spec, self.model.dtype).eval().requires_grad_(False)
 
     def fill(self, model: LanguageModel, tensors: TensorFiles) -> None:
         group, placement = self._shared.group, self._shared.placement
         stacked = {id(p): moe.moe_layer for moe in _layers(model) for p in moe.experts.parameters()}
         held: dict[str, list[tuple[Tensor, Sequence[int]]]] = {}
         for name, parameter in model.named_parameters():
-            memory, rest = parameter.detach(), (0,) * (parameter.ndim - 1)
+            memory, rest = memory_of(parameter), (0,) * (parameter.ndim - 1)
             if id(parameter) in stacked:
                 experts_S = placement.experts_LRS[stacked[id(parameter)], group.rank].tolist()
-                held[name] = [(memory[slot : slot + 1], (expert, *rest)) for slot, expert in enumerate(experts_S)]
+                held[name] = [(_slot(memory, slot), (expert, *rest)) for slot, expert in enumerate(experts_S)]
             else:
                 held[name] = [(memory, (0, *rest))]
         fill(held, self._table, model.spec, model.tied_names, tensors, tensors.files)
@@ -96,7 +105,19 @@ def _layers(model: nn.Module) -> list[MoE]:
 
 
 def _stack(moe: MoE) -> Mapping[str, Tensor]:
-    return {name: p.detach() for name, p in moe.experts.named_parameters()}
+    """What has to travel when experts do, each [S, ...]: values, or codes (as bytes) and scales."""
+    found: dict[str, Tensor] = {}
+    for name, p in moe.experts.named_parameters():
+        if not isinstance(p, Fp8Weight):
+            found[name] = p.detach()
+            continue
+        for number, part in enumerate(p.parts):
+            found[f"{name}.codes{number}"], found[f"{name}.scales{number}"] = part.codes.view(torch.uint8), part.scales
+    return found
+
+
+def _slot(memory: Tensor, slot: int) -> Tensor:
+    return memory.expert(slot) if isinstance(memory, Fp8Weight) else memory[slot : slot + 1]
 
 
 def _keep_slots(stack: nn.Module, slots: int, num_experts: int) -> None:

@@ -23,13 +23,17 @@ from slipstream.models.language_model import LanguageModel
 
 def load_hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> HfDecoder:
     """The model of an HF folder as transformers' modules, converted to `dtype`. Raises ModelError, see `probe` and `load_hf_tensors`."""
+    model, tensors = empty_hf_model(folder, dtype, device), TensorFiles(folder)
+    load_hf_tensors(model, tensors, tensors.files)
+    return model
+
+
+def empty_hf_model(folder: str | Path, dtype: torch.dtype, device: torch.device | str) -> HfDecoder:
+    """Without the weights of the folder. Raises ModelError, see `probe`."""
     folder = Path(folder)
     spec = probe(folder)
     with torch.device(device):
-        model = HfDecoder(build(config_of(folder), dtype, str(folder / "config.json")), spec)
-    tensors = TensorFiles(folder)
-    load_hf_tensors(model, tensors, tensors.files)
-    return model
+        return HfDecoder(build(config_of(folder), dtype, str(folder / "config.json")), spec)
 
 
 class HfDecoder(LanguageModel):
