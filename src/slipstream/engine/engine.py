@@ -27,6 +27,7 @@ from slipstream.engine.blocks import Blocks
 from slipstream.engine.fetch import ENDINGS, BlockSource
 from slipstream.engine.handoff.exports import Export, Exports
 from slipstream.engine.kv import KvCache
+from slipstream.engine.pace import Pace
 from slipstream.engine.runner import Runner
 from slipstream.engine.sampler import sample
 from slipstream.engine.scheduler import ANY_VERSION, Plan, Scheduler
@@ -127,6 +128,10 @@ class EmbeddedEngine:
     def _load_weights(self, dtype: torch.dtype, version: int, impl: Impl) -> LiveWeights:
         fp8 = None if self.config.dtype != "float8" else self.config.fp8_scales
         return LiveWeights(self.folder, dtype, version, impl, fp8)
+
+    def yield_to_decoding(self, prompt_tokens: int) -> None:
+        """From now on a step in which others decode computes this many prompt tokens, or more the longer some are left (`engine.pace`)."""
+        self._scheduler.prompts = Pace(prompt_tokens)
 
     # ---- requests ----
 

@@ -45,9 +45,7 @@ def test_layers_and_tails_are_cut_from_the_same_bytes(moe_folder):
     layers = [blocks.read_layer(layer, chosen) for layer in range(blocks.num_layers)]
     whole = np.concatenate([*layers, blocks.read_tails(chosen)], axis=1)
     assert np.array_equal(whole, np.stack([blocks.read(block) for block in chosen]))
-    for layer, payload in enumerate(layers):
-        blocks.write_layer(layer, targets, payload.tobytes())
-    blocks.write_tails(targets, blocks.read_tails(chosen))
+    blocks.write_many(targets, whole)
     assert np.array_equal(np.stack([blocks.read(block) for block in targets]), whole)
 
 

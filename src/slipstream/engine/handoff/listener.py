@@ -164,13 +164,14 @@ class HandoffListener:
         line.send(Welcome(proof(self._token, "prefill", hello.nonce, nonce)))
         fetch, arrays = line.receive(4 * self._seq_len + FETCH_OVERHEAD_BYTES, Fetch)
         tokens_T = arrays.get("tokens", np.zeros(0, np.int32))
-        wanted = (fetch.first + fetch.count) * self._form.block_tokens + 1
-        if fetch.first < 0 or fetch.count < 1 or tokens_T.dtype != np.int32 or tokens_T.shape != (wanted,) or wanted >= self._seq_len:
+        most = (fetch.first + fetch.count) * self._form.block_tokens + 1
+        fits = tokens_T.ndim == 1 and most - self._form.block_tokens < len(tokens_T) <= most and len(tokens_T) < self._seq_len
+        if fetch.first < 0 or fetch.count < 1 or tokens_T.dtype != np.int32 or not fits:
             raise self._refuse(
                 line,
                 "request",
-                f"blocks {fetch.first} + {fetch.count} with {tokens_T.shape} tokens of {tokens_T.dtype}: expected {wanted} int32 tokens, "
-                f"and room for one more in a context of {self._seq_len}",
+                f"blocks {fetch.first} + {fetch.count} with {tokens_T.shape} tokens of {tokens_T.dtype}: expected up to {most} int32 tokens "
+                f"that end in the last block or one behind it, and room for one more in a context of {self._seq_len}",
             )
         self._check_weights(line, hello, fetch.salt)
         offer = fetch.segment if self._may_share else None

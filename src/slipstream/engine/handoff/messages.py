@@ -85,7 +85,7 @@ class SegmentOffer(msgspec.Struct):
 
 
 class Fetch(msgspec.Struct):
-    """Blocks `first .. first + count - 1` of the tokens that come along (one more than those blocks hold)."""
+    """Blocks `first .. first + count - 1` of the tokens that come along, without the last one. The last block need not be full."""
 
     id: str
     salt: int

@@ -46,7 +46,7 @@ class Tiers:
 
     def __init__(self, config: TiersConfig, blocks: Blocks, stores: Mapping[str, BlockStore] | None = None) -> None:
         """`stores` for the lower tiers in place of folders. Raises ConfigError when a configured folder cannot be used."""
-        self.timeout_s = config.fetch_timeout_s
+        self.timeout_s, self.brings_tails = config.fetch_timeout_s, False
         self.weights: dict[int, bytes] = {}
         """Fingerprint of the weights of each version that was live here."""
         self.versions = range(-1, 1 << 31)
@@ -143,7 +143,7 @@ class Tiers:
                 self._wanted.append(work)
                 self._to_read.notify()
             else:
-                fetch.done = True
+                fetch.arrived = True
         return fetch
 
     def values(self) -> dict[str, float]:
