@@ -3,11 +3,11 @@
     waiting --(a source has more of its prefix)--> fetching --(arrived, failed, or late)--> waiting, at the head --> running
 
 A source is asked once per admission how many of the keys that follow a sequence's device prefix it can bring. If some, the sequence steps
-out of the queue, blocks are reserved for them (and the device prefix is held), and the source loads into host memory in threads of its own.
-Between steps the engine's thread copies what has arrived into the reserved blocks, some of it at a time while others run (`pace`). When the
-fetch is over, the leading blocks that are complete become findable, the others are free again, and the sequence goes to the head of the
-queue, where the ordinary prefix match finds what came and the rest is computed. So a source that fails, lies about what it has, or is late costs time, never a token. Sequences that
-want the same blocks wait for the one fetch that is under way.
+out of the queue, blocks are reserved for them (and the device prefix is held), and the source loads into host memory in threads of its
+own. Between steps the engine's thread copies what has arrived into the reserved blocks, some of it at a time while others run (`pace`).
+When the fetch is over, the leading blocks that are complete become findable, the others are free again, and the sequence goes to the head
+of the queue, where the ordinary prefix match finds what came and the rest is computed. So a source that fails, lies about what it has, or
+is late costs time, never a token. Sequences that want the same blocks wait for the one fetch that is under way.
 
 Knows nothing of where blocks come from; what is in the books of the pool is checked by `BlockPool.check_integrity` through `held`.
 """

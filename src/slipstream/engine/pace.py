@@ -1,4 +1,4 @@
-"""How much a step takes on beside decoding: little at a time, so that nobody who decodes notices, and more the longer there is some left."""
+"""How much a step takes on beside decoding: little at a time, so that those who decode go on evenly, and more the longer some is left."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Blocks go by their keys (`serving.keys`). Knows nothing of weights: the salt, from which keys start, carries the policy version.
 
-A block that is not full can be found by the tokens that are in it, if a peer brought it (`serving.keys.tail_key`). Whoever finds it copies it:
-it may go on to be filled differently.
+A block that is not full can be found by the tokens in it, if a peer brought it (`serving.keys.tail_key`). Whoever finds it copies it: one
+goes on to fill it otherwise than another.
 
 A block may be inserted as soon as the step that fills it is planned: within a step each layer writes all keys and values before anybody
 attends, so sequences admitted in the same step (the rollouts of one group) share the prompt that the first of them computes.

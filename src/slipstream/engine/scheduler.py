@@ -5,7 +5,7 @@ Order within a step: every decoding sequence gets one token; then prompts that a
 tokens are there, so a prefill never stops half-way; only decoding grows, and when no block is left the newest running sequence is
 preempted: its blocks go (full ones stay findable), its tokens, logprobs and stamps stay, and it waits at the front to be recomputed.
 Waiting sequences of which a block source has more than the device fetch first (`engine.fetch`); what waits behind them goes ahead.
-While others run, blocks that arrive are copied a few at a time, and in a decode engine prompts are computed a few tokens at a time (`pace`).
+While others run, blocks that arrive are copied a few at a time; in a decode engine prompts are computed a few tokens at a time (`pace`).
 What is left of the step goes to guesses (`speculation`): tokens that decoding sequences process on trial. They preempt nobody.
 
 Knows nothing of the model, of sampling or of why a sequence ends. Shape suffixes: S sequences of the step.

@@ -20,8 +20,6 @@ behind a `piece` are bare: the checksums of `ready` cover them. Nothing is pickl
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -69,11 +67,6 @@ class Hello(msgspec.Struct):
 
 class Welcome(msgspec.Struct):
     proof: bytes
-
-
-def proof(token: str, side: str, nonce: bytes, own_nonce: bytes) -> bytes:
-    """That `side` ('decode' or 'prefill') has the token, to who sent `nonce`."""
-    return hmac.digest(token.encode(), b"slipstream handoff %s %s%s" % (side.encode(), nonce, own_nonce), hashlib.sha256)
 
 
 class SegmentOffer(msgspec.Struct):

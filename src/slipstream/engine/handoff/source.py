@@ -16,7 +16,8 @@ import numpy as np
 
 from slipstream.config.disaggregation import DisaggregationConfig
 from slipstream.engine.blocks import Blocks
-from slipstream.engine.handoff.client import Asker, Reception
+from slipstream.engine.handoff.client import Reception
+from slipstream.engine.handoff.handshake import Asker
 from slipstream.engine.handoff.listener import Form
 from slipstream.engine.handoff.messages import Fetch, HandoffError
 from slipstream.engine.handoff.peers import Peers
