@@ -23,8 +23,7 @@ from slipstream.config.serve import EngineConfig
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.handoff.listener import HandoffListener
-from slipstream.engine.handoff.roles import form_of
-from slipstream.engine.handoff.source import HandoffSource
+from slipstream.engine.handoff.roles import decode_role, form_of
 from slipstream.engine.local import local_engine
 from slipstream.types import GenerateRequest, Sampling, TokenPiece
 
@@ -42,7 +41,7 @@ async def main() -> None:
             listener = HandoffListener(driver, form_of(engine), SEQ_LEN, token, split, driver.handoffs)
             address = listener.start("127.0.0.1", 0)
         if role == "decode":
-            engine.sources.append(HandoffSource(engine.blocks, form_of(engine), token, driver.weights, split, driver.handoffs))
+            decode_role(driver, engine, token, split)
         print(json.dumps({"handoff": address}), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             print(json.dumps(await play(driver, json.loads(line))), flush=True)

@@ -44,7 +44,7 @@ class ModelledEngine:
         self.seq_len = costs.seq_len
         blocks = costs.kv_tokens // costs.block_tokens
         self._table = SlotTable(costs.max_running, costs.seq_len, costs.block_tokens)
-        cache = SimpleNamespace(num_blocks=blocks, block_tokens=costs.block_tokens, versions_N=np.zeros(blocks, np.int32))
+        cache = SimpleNamespace(num_blocks=blocks, nbytes=blocks, block_tokens=costs.block_tokens, versions_N=np.zeros(blocks, np.int32))
         self._scheduler = Scheduler(self._table, cache, costs.max_step_tokens, prefix_cache=True)  # pyright: ignore[reportArgumentType]
         self._ended: list[Completion] = []
         self._by_id: dict[str, Running] = {}

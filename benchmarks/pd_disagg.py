@@ -148,7 +148,7 @@ def measure(trace: Trace, rounds: int, chunk: int, preset: str, dtype: str) -> l
         try:
             pairs.append(Pair("whole", model, dtype, (("mixed", WHOLE), ("mixed", WHOLE))))
             pairs.append(Pair("chunked", model, dtype, (("mixed", chunk), ("mixed", chunk))))
-            pairs.append(Pair("split", model, dtype, (("decode", chunk), ("prefill", PREFILL_STEP))))
+            pairs.append(Pair("split", model, dtype, (("decode", PREFILL_STEP), ("prefill", PREFILL_STEP))))
             runs = []
             for round_ in range(rounds + 1):
                 for pair in pairs:

@@ -26,6 +26,7 @@ from slipstream.engine.fetch import ENDINGS, BlockSource
 from slipstream.engine.fit import check_impl, check_positions
 from slipstream.engine.handoff.exports import Export, Exports
 from slipstream.engine.kv import KvCache
+from slipstream.engine.pace import Pace
 from slipstream.engine.postprocess import Postprocess, StepResult
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
@@ -108,6 +109,10 @@ class EmbeddedEngine:
     @property
     def _fp8_scales(self) -> str | None:
         return self.config.fp8_scales if self.config.dtype == "float8" else None
+
+    def yield_to_decoding(self, prompt_tokens: int) -> None:
+        """From now on a step in which others decode computes this many prompt tokens, or more the longer some are left (`engine.pace`)."""
+        self._scheduler.prompts = Pace(prompt_tokens)
 
     # ---- requests ----
 

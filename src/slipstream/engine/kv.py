@@ -154,6 +154,15 @@ class KvCache:
         arrays = sum(array.nbytes for layer in range(len(self.keys)) for array in self.parts(layer))
         return arrays + self.routing.nbytes + self.versions_N.nbytes
 
+    def copy(self, source: int, target: int) -> None:
+        """Give block `target` the content of block `source`: keys, values, routing rows, who wrote it."""
+        for layer in range(len(self.keys)):
+            for part in self.parts(layer):
+                part[target] = part[source]
+        by_block = self.routing.reshape(self.num_blocks, -1)
+        by_block[target] = by_block[source]
+        self.versions_N[target] = self.versions_N[source]
+
     def rows(self, blocks: np.ndarray, start: int, end: int) -> np.ndarray:
         """[end - start, L, K]: routing rows of these positions of the sequence that holds `blocks`. Copied by the block, not by the row."""
         first, last = start // self.block_tokens, -(-end // self.block_tokens)

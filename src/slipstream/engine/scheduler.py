@@ -5,6 +5,7 @@ Order within a step: every decoding sequence gets one token; then prompts that a
 tokens are there, so a prefill never stops half-way; only decoding grows, and when no block is left the newest running sequence is
 preempted: its blocks go (full ones stay findable), its tokens, logprobs and stamps stay, and it waits at the front to be recomputed.
 Waiting sequences of which a block source has more than the device fetch first (`engine.fetch`); what waits behind them goes ahead.
+While others run, blocks that arrive are copied a few at a time; in a decode engine prompts are computed a few tokens at a time (`pace`).
 What is left of the step goes to guesses (`speculation`): tokens that decoding sequences process on trial. They preempt nobody.
 
 Knows nothing of the model, of sampling or of why a sequence ends. Shape suffixes: S sequences of the step.
@@ -22,12 +23,16 @@ import numpy as np
 
 from slipstream.engine.fetch import BlockSource, Fetches
 from slipstream.engine.kv import BlockPool, KvCache
+from slipstream.engine.pace import Pace
 from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.engine.speculation import Drafter
-from slipstream.serving.keys import extend_keys
+from slipstream.serving.keys import extend_keys, tail_key
 
 ANY_VERSION = range(-1, 1 << 31)
+COPY_BYTES = 4 << 20
+"""Of blocks that arrive, in a step in which others run: about a millisecond."""
+UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,10 @@ class Scheduler:
             self.fetches = Fetches(self.pool, self.prefix, cache.versions_N, table.block_tokens, sources, wake)
         self.versions = ANY_VERSION
         """Policy versions whose KV may be used."""
+        self.copies = Pace(max(1, COPY_BYTES * cache.num_blocks // cache.nbytes))
+        """Blocks."""
+        self.prompts: Pace | None = None
+        """Prompt tokens of a step in which others decode; None: what `max_step_tokens` leaves."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -97,7 +106,8 @@ class Scheduler:
         if self.fetches is not None:
             self._fetch(self.fetches, now)
         decode_S = self._grow(version)
-        budget = self._max_step_tokens - len(decode_S)
+        room = self._max_step_tokens - len(decode_S)
+        limit = budget = min(room, self.prompts.limit) if self.prompts is not None and len(decode_S) else room
         slots, counts = [], []
         for sequence in self._prefilling(budget, version, now):
             chunk = min(budget, self._missing(sequence))
@@ -107,15 +117,18 @@ class Scheduler:
             budget -= chunk
             if budget == 0:
                 break
+        if self.prompts is not None:
+            self.prompts.note(was_short=budget == 0 and limit < room)
+        left = room - (limit - budget)
         slots_S = np.concatenate([decode_S, np.array(slots, np.int64)]) if slots else decode_S
         if not len(slots_S):
             return None
         counts_S = np.ones(len(slots_S), np.int32)
         counts_S[len(decode_S) :] = counts
         samples_S = self.table.context_R[slots_S] + counts_S == self.table.length_R[slots_S]
-        drafts_S = self._draft(decode_S, len(slots_S), budget, version)
+        drafts_S = self._draft(decode_S, len(slots_S), left, version)
         drafted = int(drafts_S.sum())
-        return Plan(slots_S, counts_S + drafts_S, samples_S, len(decode_S), self._max_step_tokens - budget + drafted, drafts_S, drafted)
+        return Plan(slots_S, counts_S + drafts_S, samples_S, len(decode_S), self._max_step_tokens - left + drafted, drafts_S, drafted)
 
     def trim(self, slots_S: np.ndarray) -> None:
         """Give back the blocks of these decoding sequences in which only rejected guesses lie."""
@@ -170,9 +183,13 @@ class Scheduler:
 
     def _fetch(self, fetches: Fetches, now: float) -> None:
         """Take in what sources have brought, and ask them for the sequences that are next in the queue; some answer at once."""
-        self.waiting.extendleft(reversed(fetches.collect(now, self.versions)))
+        most = self.copies.limit if self.running else UNLIMITED
+        back, most = fetches.collect(now, self.versions, most)
+        self.waiting.extendleft(reversed(back))
         while self._ask(fetches, now):
-            self.waiting.extendleft(reversed(fetches.collect(now, self.versions)))
+            back, most = fetches.collect(now, self.versions, most)
+            self.waiting.extendleft(reversed(back))
+        self.copies.note(was_short=most <= 0)
 
     def _ask(self, fetches: Fetches, now: float) -> bool:
         """Whether a sequence has left the queue to wait for blocks."""
@@ -182,7 +199,7 @@ class Scheduler:
         for sequence in asked:
             hit = self._match(sequence)
             keys = sequence.keys[len(hit) : self._whole_blocks(sequence)]
-            if self._has_room(sequence, hit) and fetches.begin(sequence, hit, keys, now):
+            if self._has_room(sequence, hit) and fetches.begin(sequence, hit, keys, self._tail_key(sequence), now):
                 self.waiting.remove(sequence)
                 begun = True
         return begun
@@ -261,6 +278,7 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.enter(sequence.slot)
         self._append_blocks(sequence, self.blocks_for(len(sequence.tokens_T)) - len(hit), version)
+        cached += self._copy_tail(sequence, len(hit))
         sequence.stamp(version, len(sequence.logprobs_N))
         if not sequence.admitted_s:
             sequence.admitted_s, sequence.cached_tokens = now, cached
@@ -286,6 +304,24 @@ class Scheduler:
             return []
         extend_keys(sequence.keys, sequence.tokens_T, sequence.request.salt, self.table.block_tokens)
         return self.prefix.match(sequence.keys[: self._whole_blocks(sequence)])
+
+    def _tail_key(self, sequence: Sequence) -> bytes | None:
+        """Of the block that its tokens but the last end in, if they do not end with a full one. `_match` comes first."""
+        whole = self._whole_blocks(sequence)
+        return tail_key(sequence.keys[:whole], sequence.tokens_T[:-1], sequence.request.salt, self.table.block_tokens)
+
+    def _copy_tail(self, sequence: Sequence, hit: int) -> int:
+        """Fill the first of its own blocks from one which a peer has brought, if all before it was found; how many tokens that is."""
+        whole, size = self._whole_blocks(sequence), self.table.block_tokens
+        if self.prefix is None or not self.prefix.has_tails or hit < whole:
+            return 0
+        key = self._tail_key(sequence)
+        source = self.prefix.find_tail(key) if key is not None else None
+        if source is None:
+            return 0
+        self._cache.copy(source, sequence.blocks[whole])
+        context = self.table.context_R[sequence.slot] = len(sequence.tokens_T) - 1
+        return int(context) - whole * size
 
     def _make_findable(self, sequence: Sequence, context: int, first: int | None = None) -> None:
         """Enter its full blocks up to `context` tokens into the prefix cache."""

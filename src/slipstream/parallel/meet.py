@@ -14,6 +14,7 @@ import socket
 
 import psutil
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -33,7 +34,7 @@ def meet(timeout_s: float) -> None:
         os.environ[INTERFACE] = name
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun listens
     listening = _listen(host, port) if hosts else None
-    store = dist.TCPStore(host, port, world, hosts, timeout, master_listen_fd=listening)
+    store = TCPStore(host, port, world, hosts, timeout, master_listen_fd=listening)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 

@@ -18,31 +18,40 @@ class FakeFetch:
     payloads: list[np.ndarray | None]
     wake: Callable[[], None]
     arrived: int = 0
-    done: bool = False
+    over: bool = False
+    """Nothing more will arrive."""
     cancelled: bool = False
     error: Exception | None = None
     written: int = 0
+    writes: list[int] = field(default_factory=list)
+    """Blocks that each call has copied."""
 
     @property
     def ready(self) -> bool:
-        return not self.cancelled and (self.done or self.written < self.arrived)
+        return not self.cancelled and (self.over or self.written < self.arrived)
+
+    @property
+    def done(self) -> bool:
+        return self.over and self.written == self.arrived
 
     def arrive(self, count: int | None = None) -> None:
         """`count` more blocks are here (None: all, and that is the end)."""
         self.arrived = len(self.payloads) if count is None else self.arrived + count
-        self.done = self.done or count is None
+        self.over = self.over or count is None
         self.wake()
 
-    def write(self, blocks: Sequence[int]) -> int:
+    def write(self, blocks: Sequence[int], most: int) -> int:
         assert not self.cancelled
         if self.error:
             raise self.error
-        for i in range(self.written, self.arrived):
+        before = self.written
+        for i in range(self.written, min(self.arrived, self.written + most)):
             if (payload := self.payloads[i]) is None:
-                self.done = True
+                self.arrived, self.over = i, True
                 break
             self.into.write(blocks[i], payload)
             self.written = i + 1
+        self.writes.append(self.written - before)
         return self.written
 
     def tier(self, index: int) -> str:
@@ -60,6 +69,7 @@ class FakeSource:
     held: dict[bytes, np.ndarray] = field(default_factory=dict)
     at_once: bool = False
     timeout_s: float = 1e9
+    brings_tails: bool = False
     fetches: list[FakeFetch] = field(default_factory=list)
     asked: int = 0
 

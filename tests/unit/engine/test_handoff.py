@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from slipstream.config.disaggregation import DisaggregationConfig, Transport
-from slipstream.engine.handoff.client import Asker, Reception
+from slipstream.engine.handoff.client import Reception
 from slipstream.engine.handoff.exports import Export
+from slipstream.engine.handoff.handshake import Asker, proof
 from slipstream.engine.handoff.listener import Form, HandoffListener
-from slipstream.engine.handoff.messages import Accepted, Challenge, Fetch, HandoffError, Hello, Line, Piece, Ready, Welcome, proof
+from slipstream.engine.handoff.messages import Accepted, Challenge, Fetch, HandoffError, Hello, Line, Piece, Ready, Welcome
 from slipstream.engine.handoff.peers import FIRST_PAUSE_S, WRONG_PAUSE_S, Peers
 from slipstream.engine.handoff.segment import Segment
 from slipstream.engine.handoff.token import run_token

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slipstream.engine.kv import BlockPool
+from slipstream.engine.pace import Pace
 from slipstream.engine.prefix import PrefixCache
-from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.scheduler import COPY_BYTES, Scheduler
 from slipstream.engine.sequence import Sequence, SlotTable
 from slipstream.errors import StateError
 from slipstream.serving.keys import extend_keys
@@ -25,30 +26,60 @@ def make_sequence(name: str, tokens_T: np.ndarray, salt: int) -> Sequence:
     return Sequence(GenerateRequest(name, tokens_T, Sampling(), salt), 0, SEQ_LEN, (), 0.0, tokens_T)
 
 
+class AnyFetch:
+    tier = staticmethod(lambda i: "fake")
+
+    def __init__(self, source: AnySource) -> None:
+        self.source = source
+        self.arrived, self.over, self.written = 0, False, 0
+
+    @property
+    def done(self) -> bool:
+        return self.over and self.written == self.arrived
+
+    @property
+    def ready(self) -> bool:
+        return self.over or self.written < self.arrived
+
+    def write(self, blocks, most: int) -> int:
+        assert most > 0
+        written = min(self.arrived, len(blocks), self.written + most)
+        self.source.versions_N[blocks[self.written : written]] = self.source.version
+        self.written = written
+        return written
+
+    def cancel(self) -> None:
+        self.source.fetches.remove(self)
+
+
 class AnySource:
     """Has every block whose key begins with an even byte; a fetch ends when the machine says so, with as many blocks as it says."""
 
     timeout_s = 5.0
+    brings_tails = True
 
     def __init__(self, versions_N: np.ndarray) -> None:
         self.versions_N = versions_N
-        self.fetches: list[SimpleNamespace] = []
+        self.fetches: list[AnyFetch] = []
         self.version = 1
 
     def find(self, request, keys) -> int:
         return next((i for i, key in enumerate(keys) if key[0] % 2), len(keys))
 
-    def start(self, request, keys, wake) -> SimpleNamespace:
-        fetch = SimpleNamespace(ready=False, done=False, complete=0, tier=lambda i: "fake")
-
-        def write(blocks):
-            self.versions_N[blocks[: fetch.complete]] = self.version
-            fetch.ready = fetch.done
-            return min(fetch.complete, len(blocks))
-
-        fetch.write, fetch.cancel = write, lambda: self.fetches.remove(fetch)
-        self.fetches.append(fetch)
+    def start(self, request, keys, wake) -> AnyFetch:
+        self.fetches.append(fetch := AnyFetch(self))
         return fetch
+
+
+class AnyCache(SimpleNamespace):
+    """Blocks of which a step copies one while others run."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=BLOCKS, nbytes=BLOCKS * COPY_BYTES, versions_N=np.zeros(BLOCKS, np.int32))
+
+    def copy(self, source: int, target: int) -> None:
+        assert source != target
+        self.versions_N[target] = self.versions_N[source]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -57,9 +88,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = SlotTable(4, SEQ_LEN, BLOCK_TOKENS)
-        cache = SimpleNamespace(num_blocks=BLOCKS, versions_N=np.zeros(BLOCKS, np.int32))
+        cache = AnyCache()
         self.source = AnySource(cache.versions_N)
         self.scheduler = Scheduler(self.table, cache, max_step_tokens=6, prefix_cache=True, sources=[self.source])  # type: ignore[arg-type]
+        self.scheduler.prompts = Pace(2)
         self.names = 0
         self.version = 1
         self.now = 1.0
@@ -74,10 +106,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 6), token=st.integers(0, 2))
     def step(self, steps: int, token: int) -> None:
         for _ in range(steps):
+            limit = self.scheduler.prompts.limit
             plan = self.scheduler.plan(self.version, self.now)
             if plan is None:
                 return
             assert plan.num_tokens == plan.counts_S.sum() <= 6
+            assert plan.num_prefill <= limit or not plan.num_decode
             assert len(set(plan.slots_S.tolist())) == len(plan.slots_S)
             self.table.context_R[plan.slots_S] += plan.counts_S
             slots_S = plan.slots_S[plan.samples_S]
@@ -96,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(self, pick: int, complete: int, done: bool, version: int) -> None:
         """With `version` 0 the blocks are of the version before."""
         fetch = self.source.fetches[pick % len(self.source.fetches)]
-        fetch.complete, fetch.done, fetch.ready = max(complete, fetch.complete), done, True
+        fetch.arrived, fetch.over = max(complete, fetch.arrived), done
         self.source.version = self.version - 1 + version
 
     @rule(seconds=st.sampled_from([0.1, 6.0]))

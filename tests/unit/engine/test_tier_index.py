@@ -98,9 +98,9 @@ class TiersMachine(RuleBasedStateMachine):
             return
         over = threading.Event()
         fetch = self.tiers.start(REQUEST, keys[:found], over.set)
-        assert fetch.done or over.wait(30)
+        assert fetch.arrived or over.wait(30)
         self.blocks.written.clear()
-        complete = fetch.write(range(found))
+        complete = fetch.write(range(found), found)
         assert fetch.done and complete <= found
         for i in range(complete):
             raw = self.blocks.written[i]

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
 from slipstream.config.disaggregation import Transport
 from slipstream.engine.blocks import version_of
-from slipstream.engine.handoff.messages import (
-    ANSWER_BYTES,
-    HELLO_BYTES,
-    NONCE_BYTES,
-    Accepted,
-    Challenge,
-    End,
-    Fetch,
-    HandoffError,
-    Hello,
-    Line,
-    Piece,
-    Ready,
-    Welcome,
-    proof,
-)
+from slipstream.engine.handoff.handshake import Asker, introduce
+from slipstream.engine.handoff.messages import ANSWER_BYTES, Accepted, End, Fetch, HandoffError, Line, Piece, Ready
 from slipstream.engine.handoff.segment import Segment
 
 CONNECT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Asker:
-    """Who asks, as `messages.Hello` says it."""
-
-    token: str
-    layout: str
-    version: int
-    fingerprint: str
 
 
 class Reception:
@@ -78,7 +52,7 @@ class Reception:
                 line = Line(self._sock, self._deadline)
                 if self._cancelled:  # before there was a connection to close
                     raise HandoffError("cancelled", "nobody wants it any more")
-                _introduce(line, asker)
+                introduce(line, asker)
                 line.send(self._fetch, {"tokens": tokens_T})
                 self._receive(line)
         except HandoffError as error:
@@ -141,17 +115,6 @@ class Reception:
                     "version", f"policy version {version} wrote block {self.complete}; expected {salt} (salt) to {live} (live)"
                 )
             self.complete += 1
-
-
-def _introduce(line: Line, asker: Asker) -> None:
-    """Prove the token and have it proved. Raises HandoffError: refused, or somebody else listens there."""
-    challenge, _ = line.receive(HELLO_BYTES, Challenge)
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    shown = proof(asker.token, "decode", challenge.nonce, nonce)
-    line.send(Hello(shown, nonce, asker.layout, asker.version, asker.fingerprint))
-    welcome, _ = line.receive(HELLO_BYTES, Welcome)
-    if not secrets.compare_digest(welcome.proof, proof(asker.token, "prefill", nonce, challenge.nonce)):
-        raise HandoffError("token", "who listens there does not have the token of this run")
 
 
 def _segment(count: int, block_bytes: int, transport: Transport) -> Segment | None:

@@ -4,8 +4,8 @@ The blocks that a step completes are known when it is planned. Their keys and va
 pass has written it where the pass lets one look in between (the fused kernel does not), their routing rows and version after the pass. What
 becomes of the copies is the listener's business: it hears of each with a call that must not block.
 
-The sequences are ordinary ones: the prefix cache and everything below it serve them. They are given one token more than the blocks hold, so
-that they sample one token, which nobody gets, and end. Used by the engine's thread only, except `rows` and what `tell` puts somewhere.
+The sequences are ordinary ones: the prefix cache and everything below it serve them. They are given one token more than is wanted, so that
+they sample one token, which nobody gets, and end. Used by the engine's thread only, except `rows` and what `tell` puts somewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from slipstream.engine.sequence import Sequence, SlotTable
 
 @dataclass(eq=False)
 class Export:
-    """Blocks `first .. first + len(rows) - 1` of one sequence, wanted as payloads in `rows` [count, block bytes]."""
+    """Blocks `first .. first + len(rows) - 1` of one sequence, wanted as payloads in `rows` [count, block bytes]. The last may be the one
+    that the prompt but for its last token ends in: then it is complete with that."""
 
     first: int
     rows: np.ndarray
@@ -61,8 +62,9 @@ class Exports:
             sequence = export.sequence
             if sequence is None or sequence.slot not in planned:
                 continue
-            filled = (int(self.table.context_R[sequence.slot]) + planned[sequence.slot]) // self.table.block_tokens
-            due = sequence.blocks[export.first + export.complete : min(filled, export.first + len(export.rows))]
+            end, processed = export.first + len(export.rows), int(self.table.context_R[sequence.slot]) + planned[sequence.slot]
+            filled = end if processed >= sequence.prompt_tokens - 1 else processed // self.table.block_tokens
+            due = sequence.blocks[export.first + export.complete : min(filled, end)]
             if due:
                 self._due.append((export, due))
         return self._layer if self._due else None

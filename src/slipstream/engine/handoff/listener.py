@@ -25,23 +25,8 @@ import xxhash
 
 from slipstream.config.disaggregation import DisaggregationConfig
 from slipstream.engine.handoff.exports import Export
-from slipstream.engine.handoff.messages import (
-    FETCH_OVERHEAD_BYTES,
-    HELLO_BYTES,
-    NONCE_BYTES,
-    Accepted,
-    Challenge,
-    End,
-    Fetch,
-    HandoffError,
-    Hello,
-    Line,
-    Piece,
-    Ready,
-    Refused,
-    Welcome,
-    proof,
-)
+from slipstream.engine.handoff.handshake import challenge
+from slipstream.engine.handoff.messages import FETCH_OVERHEAD_BYTES, Accepted, End, Fetch, HandoffError, Hello, Line, Piece, Ready, Refused
 from slipstream.engine.handoff.segment import Segment
 from slipstream.errors import ConfigError, EngineError
 from slipstream.types import GenerateRequest, Sampling
@@ -150,10 +135,8 @@ class HandoffListener:
 
     def _agree(self, line: Line) -> tuple[Fetch, np.ndarray, Segment | None]:
         """Who asks and for what. Raises HandoffError after telling them why not."""
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        line.send(Challenge(nonce))
-        hello, _ = line.receive(HELLO_BYTES, Hello)
-        if not secrets.compare_digest(hello.proof, proof(self._token, "decode", nonce, hello.nonce)):
+        hello, welcome = challenge(line, self._token)
+        if welcome is None:
             raise self._refuse(line, "token", "wrong token: only engines of this run may ask for blocks")
         if hello.layout != self._form.layout:
             raise self._refuse(
@@ -161,16 +144,17 @@ class HandoffListener:
                 "layout",
                 f"blocks of another form: this engine has {self._form.layout}, yours {hello.layout} (model, [engine])",
             )
-        line.send(Welcome(proof(self._token, "prefill", hello.nonce, nonce)))
+        line.send(welcome)
         fetch, arrays = line.receive(4 * self._seq_len + FETCH_OVERHEAD_BYTES, Fetch)
         tokens_T = arrays.get("tokens", np.zeros(0, np.int32))
-        wanted = (fetch.first + fetch.count) * self._form.block_tokens + 1
-        if fetch.first < 0 or fetch.count < 1 or tokens_T.dtype != np.int32 or tokens_T.shape != (wanted,) or wanted >= self._seq_len:
+        most = (fetch.first + fetch.count) * self._form.block_tokens + 1
+        fits = tokens_T.ndim == 1 and most - self._form.block_tokens < len(tokens_T) <= most and len(tokens_T) < self._seq_len
+        if fetch.first < 0 or fetch.count < 1 or tokens_T.dtype != np.int32 or not fits:
             raise self._refuse(
                 line,
                 "request",
-                f"blocks {fetch.first} + {fetch.count} with {tokens_T.shape} tokens of {tokens_T.dtype}: expected {wanted} int32 tokens, "
-                f"and room for one more in a context of {self._seq_len}",
+                f"blocks {fetch.first} + {fetch.count} with {tokens_T.shape} tokens of {tokens_T.dtype}: expected up to {most} int32 "
+                f"tokens that end in the last block or one behind it, and room for one more in a context of {self._seq_len}",
             )
         self._check_weights(line, hello, fetch.salt)
         offer = fetch.segment if self._may_share else None

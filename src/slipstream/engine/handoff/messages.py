@@ -20,8 +20,6 @@ behind a `piece` are bare: the checksums of `ready` cover them. Nothing is pickl
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -71,11 +69,6 @@ class Welcome(msgspec.Struct):
     proof: bytes
 
 
-def proof(token: str, side: str, nonce: bytes, own_nonce: bytes) -> bytes:
-    """That `side` ('decode' or 'prefill') has the token, to who sent `nonce`."""
-    return hmac.digest(token.encode(), b"slipstream handoff %s %s%s" % (side.encode(), nonce, own_nonce), hashlib.sha256)
-
-
 class SegmentOffer(msgspec.Struct):
     """Shared memory that the decode engine has made for the blocks; see `segment`."""
 
@@ -85,7 +78,7 @@ class SegmentOffer(msgspec.Struct):
 
 
 class Fetch(msgspec.Struct):
-    """Blocks `first .. first + count - 1` of the tokens that come along (one more than those blocks hold)."""
+    """Blocks `first .. first + count - 1` of the tokens that come along, without the last one. The last block need not be full."""
 
     id: str
     salt: int

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slipstream.config.disaggregation import DisaggregationConfig
 from slipstream.config.serve import EngineConfig
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
@@ -28,8 +29,7 @@ def in_role(driver: EngineDriver, config: EngineConfig, run_folder: Path, replic
     assert isinstance(engine, EmbeddedEngine)
     form, token = form_of(engine), run_token(run_folder)
     if role == "decode":
-        source = HandoffSource(engine.blocks, form, token, driver.weights, split, driver.handoffs)
-        engine.sources.append(source)
+        source = decode_role(driver, engine, token, split)
         try:
             yield ""
         finally:
@@ -42,6 +42,14 @@ def in_role(driver: EngineDriver, config: EngineConfig, run_folder: Path, replic
         yield address
     finally:
         listener.close()
+
+
+def decode_role(driver: EngineDriver, engine: EmbeddedEngine, token: str, split: DisaggregationConfig) -> HandoffSource:
+    """Let the driver's engine ask prefill engines for blocks, until the source is closed, and go easy on prompts of its own."""
+    source = HandoffSource(engine.blocks, form_of(engine), token, driver.weights, split, driver.handoffs)
+    engine.sources.append(source)
+    engine.yield_to_decoding(split.decode_prompt_tokens)
+    return source
 
 
 def form_of(engine: EmbeddedEngine) -> Form:

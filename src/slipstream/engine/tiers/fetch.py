@@ -19,7 +19,8 @@ class TierFetch:
     def __init__(self, blocks: Blocks, count: int, wake: Callable[[], None], counts: Counter[str]) -> None:
         self.limit = count
         """Blocks from here on do not come."""
-        self.done = False
+        self.arrived = False
+        """Everything that will come is there."""
         self.cancelled = False
         self._blocks, self._wake, self._counts = blocks, wake, counts
         self._payloads: list[np.ndarray | None] = [None] * count
@@ -33,10 +34,18 @@ class TierFetch:
 
     @property
     def ready(self) -> bool:
-        return self.done
+        return self.arrived
 
-    def write(self, blocks: Sequence[int]) -> int:
-        while self._written < self.limit and (payload := self._payloads[self._written]) is not None:
+    @property
+    def done(self) -> bool:
+        return self.arrived and self._next() is None
+
+    def _next(self) -> np.ndarray | None:
+        return self._payloads[self._written] if self._written < self.limit else None
+
+    def write(self, blocks: Sequence[int], most: int) -> int:
+        end = self._written + most
+        while self._written < end and (payload := self._next()) is not None:
             self._blocks.write(blocks[self._written], payload)
             tier = self._tiers[self._written]
             self._counts[f"{tier}/hit_tokens"] += self._blocks.block_tokens
@@ -49,7 +58,7 @@ class TierFetch:
 
     def cancel(self) -> None:
         self.cancelled = True
-        if not self.done and time.monotonic() >= self._late_at:
+        if not self.arrived and time.monotonic() >= self._late_at:
             self._late()
 
     # ---- called by the hierarchy ----
@@ -59,7 +68,7 @@ class TierFetch:
         self._payloads[index] = payload
 
     def finish(self) -> None:
-        self.done = True
+        self.arrived = True
         if not self.cancelled:
             self._wake()
 

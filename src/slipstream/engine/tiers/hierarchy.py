@@ -45,7 +45,7 @@ class Tiers:
 
     def __init__(self, config: TiersConfig, blocks: Blocks, stores: Mapping[str, BlockStore] | None = None) -> None:
         """`stores` for the lower tiers in place of folders. Raises ConfigError when a configured folder cannot be used."""
-        self.timeout_s = config.fetch_timeout_s
+        self.timeout_s, self.brings_tails = config.fetch_timeout_s, False
         check_sizes(config, blocks.block_bytes)
         self._blocks = blocks
         self._claim: int | None = None
@@ -124,7 +124,7 @@ class Tiers:
             if work.items:
                 self._reader.push(work)
             else:
-                fetch.done = True
+                fetch.arrived = True
         return fetch
 
     def values(self) -> dict[str, float]:
