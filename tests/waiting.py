@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 HUNG_S = 240.0
 """What takes longer than this will never end."""
+RUN_S = 1200.0
+"""The same for a whole run of a command: some forty times what it takes on two idle cores."""
 
 
 async def until(holds: Callable[[], object]) -> None:

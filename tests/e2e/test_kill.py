@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Job
+from tests.waiting import RUN_S
 
 KILLS = 10
 STEPS = 30
@@ -35,11 +36,10 @@ def victim(supervisor: psutil.Process, role: str) -> psutil.Process | None:
 def run_with_kills(job: Job, name: str, role: str, seed: int) -> int:
     """Run to the end while killing `role` up to KILLS times at random moments. Returns the number of kills."""
     rng, kills, first = random.Random(seed), 0, True
-    deadline = time.monotonic() + 600
     while True:
         extra = ("--set", f"max_steps={STEPS}") + (() if first else ("--resume",))
         process = psutil.Popen(job.command(name, *extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        first = False
+        first, deadline = False, time.monotonic() + RUN_S
         while process.poll() is None:
             assert time.monotonic() < deadline, f"no end after {kills} kills"
             found = victim(process, role) if kills < KILLS else None
@@ -49,7 +49,7 @@ def run_with_kills(job: Job, name: str, role: str, seed: int) -> int:
             time.sleep(rng.uniform(0.1, 3.0))
             with contextlib.suppress(psutil.NoSuchProcess):
                 found.send_signal(signal.SIGKILL)
-                kills += 1
+                kills, deadline = kills + 1, time.monotonic() + RUN_S
         assert process.stdout is not None
         with process.stdout as pipe:
             output = pipe.read()
