@@ -6,8 +6,9 @@ same. Each engine runs in its own process, and they take turns: round by round, 
 first request to the last token and includes prefill. A ratio is slipstream / other, median over the rounds.
 
 The checkpoint has random weights and no end-of-sequence token, so each request runs to its length. Prompts are fresh in each round: no
-prefix cache helps anybody. llama.cpp has bfloat16 weights whatever --dtype says (--llama-dtype): its fastest on a CPU. vLLM and llama.cpp
-live in benchmarks/.venv-vllm and .venv-llama, made on first use; where one cannot run, its figure is null and `..._reason` says why.
+prefix cache helps anybody. llama.cpp has bfloat16 weights whatever --dtype says (--llama-dtype): its fastest on a CPU. It is compared with
+slipstream in the same type (`vs_llama_cpp`), and with slipstream in --dtype (`vs_llama_cpp_mixed`). vLLM and llama.cpp live in
+benchmarks/.venv-vllm and .venv-llama, made on first use; where one cannot run, its figure is null and `..._reason` says why.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ COLUMNS = (
     "requests",
     "experts",
 )
+LLAMA_MATCH = "slipstream, llama's type"
+"""The second slipstream, where --llama-dtype is not --dtype."""
 PRELOADS = ("libiomp5.so", "libtcmalloc_minimal.so.4")
 """What vLLM's documentation for CPUs asks to preload; those that this machine has are."""
 
@@ -102,6 +105,8 @@ def checkpoint(preset: str) -> Path:
 def start(model: Path, dtype: str, llama_dtype: str, without: Sequence[str]) -> tuple[list[Process], dict[str, str]]:
     """The engines that run here, slipstream's first, and why another is not among them."""
     peers = [Process("slipstream", sys.executable, command("slipstream", model, dtype))]
+    if llama_dtype != dtype and "llama.cpp" not in without:
+        peers.append(Process(LLAMA_MATCH, sys.executable, command("slipstream", model, llama_dtype)))
     missing = dict.fromkeys(without, "left out by --without")
     for name in ("transformers", "vllm", "llama.cpp"):
         try:
@@ -187,7 +192,7 @@ def report(
     missing: Mapping[str, str],
 ) -> None:
     rates, cpu_rates = (per_second(measured, clock) for clock in ("seconds", "cpu_s"))
-    ratios, cpu_ratios = (against_ours(r) for r in (rates, cpu_rates))
+    ratios, cpu_ratios = (against(r, "slipstream") for r in (rates, cpu_rates))
     runs = [
         {
             "engine": name,
@@ -211,6 +216,10 @@ def report(
         headline[key] = None if name in missing else by_size(cells, {cell: median(ratios[name, cell]) for cell in cells})
         if name in missing:
             headline[f"{key}_reason"] = missing[name]
+        elif name == "llama.cpp" and any(peer.name == LLAMA_MATCH for peer in peers):
+            headline["vs_llama_cpp_mixed"] = headline[key]
+            matched = against(rates, LLAMA_MATCH)
+            headline[key] = by_size(cells, {cell: median(matched[name, cell]) for cell in cells})
     counts = {f"{size} x {c}": count for (size, c), count in cells.items()}
     settings = vars(args) | {"counts": counts, "rounds": rounds, "engines": {peer.name: peer.about for peer in peers}}
     notes = (
@@ -230,9 +239,9 @@ def per_second(measured: Mapping[tuple[str, Cell], list[dict]], clock: str) -> d
     return {key: [answer["tokens"] / answer[clock] for answer in answers] for key, answers in measured.items()}
 
 
-def against_ours(rates: Mapping[tuple[str, Cell], list[float]]) -> dict[tuple[str, Cell], list[float]]:
-    """slipstream / each, round by round: engines of the same round met the same machine."""
-    return {(name, c): [ours / other for ours, other in zip(rates["slipstream", c], rates[name, c], strict=True)] for name, c in rates}
+def against(rates: Mapping[tuple[str, Cell], list[float]], ours: str) -> dict[tuple[str, Cell], list[float]]:
+    """`ours` / each, round by round: engines of the same round met the same machine."""
+    return {(name, c): [one / other for one, other in zip(rates[ours, c], rates[name, c], strict=True)] for name, c in rates}
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def measure_prefix(folder: Path, prefix: int, rounds: int) -> tuple[list[dict[st
                     reader = readers[path]
                     assert reader.tiers is not None
                     if path == "shared":
-                        reader.tiers.look()
+                        reader.tiers.writer.look()
                     before = reader.block_values()[f"engine/tiers/{path}/read_mib"]
                     answer, seconds = first_token(reader, prompt_T, salt)
                     mib = reader.block_values()[f"engine/tiers/{path}/read_mib"] - before

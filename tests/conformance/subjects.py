@@ -15,7 +15,7 @@ from slipstream.config.serve import EngineConfig
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.server import serving
-from slipstream.fakes import FakeEngine
+from slipstream.fakes.engine import FakeEngine
 from slipstream.ports import Engine
 from slipstream.serving.client import HttpEngine
 from tests.conformance.material import SEQ_LEN, Material

@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 
 from slipstream.config import RunConfig
-from slipstream.fakes import FOREVER_S, FakeEngine, FakeEnv, FakeMetrics, FakePlayer, FakeStore, FakeTrainer, Faults, Trace
+from slipstream.fakes.engine import FakeEngine
+from slipstream.fakes.envs import FakeEnv, FakePlayer
+from slipstream.fakes.store import FakeMetrics, FakeStore
+from slipstream.fakes.trainer import FakeTrainer
+from slipstream.fakes.world import FOREVER_S, Faults, Trace
 from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.evals import is_pinned
 from slipstream.orchestrator.ledger import Ledger

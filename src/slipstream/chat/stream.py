@@ -14,11 +14,10 @@ _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Text of one growing completion. What `push` and `flush` return, joined, is `decode` of all ids."""
+    """Text of one growing completion. What `push` and `flush` return, joined, is `decode` of all ids, special tokens left out."""
 
-    def __init__(self, tokenizer: ChatTokenizer, skip_special: bool = True):
+    def __init__(self, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         self._ids: list[int] = []
         self._context = 0
         """First token of the decoding window: the tokens up to `_done` are released and only there as left context."""
@@ -40,5 +39,5 @@ class TextStream:
         return text
 
     def _pending(self) -> str:
-        known = self._tokenizer.decode(self._ids[self._context : self._done], self._skip_special)
-        return self._tokenizer.decode(self._ids[self._context :], self._skip_special)[len(known) :]
+        known = self._tokenizer.decode(self._ids[self._context : self._done], skip_special=True)
+        return self._tokenizer.decode(self._ids[self._context :], skip_special=True)[len(known) :]

@@ -36,7 +36,6 @@ class ChatTokenizer:
         self._encode = lru_cache(maxsize=4096)(self._encode_uncached)
         self.eos_ids = eos_ids
         """Ids that end a reply: of generation_config.json (else config.json), and the tokenizer's own."""
-        self.bos_id: int | None = tokenizer.token_to_id(named["bos_token"]) if "bos_token" in named else None
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod

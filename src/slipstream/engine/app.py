@@ -10,15 +10,13 @@ One thread runs everything (slipstream.engine.driver).
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from aiohttp import web
 
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.metrics import prometheus_text
 from slipstream.serving.api.admin import admin_routes
-from slipstream.serving.api.http import MAX_BODY_BYTES, errors_as_json, json_response
+from slipstream.serving.api.http import MAX_BODY_BYTES, errors_as_json, health_route
 from slipstream.serving.api.port import EnginePort
 from slipstream.serving.api.routes import api_routes
 from slipstream.serving.api.tokens import token_routes
@@ -27,16 +25,12 @@ from slipstream.serving.api.tokens import token_routes
 def make_app(driver: EngineDriver, tokenizer: ChatTokenizer, token: str, model_name: str) -> web.Application:
     """All routes. `token` guards the admin routes."""
 
-    async def health(_: web.Request) -> web.Response:
-        status = "ok" if driver.ready else "not ready"
-        return json_response({"status": status, **asdict(await driver.state())}, 200 if driver.ready else 503)
-
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=prometheus_text(driver), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
     app.add_routes(token_routes(driver))
-    app.add_routes([web.get("/health", health), web.get("/metrics", metrics)])
+    app.add_routes([health_route(driver), web.get("/metrics", metrics)])
     app.add_routes(api_routes(EnginePort(driver, tokenizer, model_name, driver.engine.seq_len)))
     app.add_routes(admin_routes(driver, token))
     return app

@@ -81,7 +81,8 @@ class Blocks:
             end = at + part.shape[1]
             part[block] = raw[at:end]
             at = end
-        self._write_tail(block, raw[at:])
+        self._routing[block] = raw[at:-4]
+        self._cache.versions_N[block] = version_of(raw)
 
     def version(self, block: int) -> int:
         """The policy version that wrote it."""
@@ -91,26 +92,10 @@ class Blocks:
         """[N, layer_bytes[layer]]: one layer of these blocks, as it stands in their payloads."""
         return np.concatenate([part[blocks] for part in self._parts[layer]], axis=1)
 
-    def write_layer(self, layer: int, blocks: Sequence[int], payload: Payload) -> None:
-        raw_N = np.frombuffer(payload, np.uint8).reshape(len(blocks), self.layer_bytes[layer])
-        at = 0
-        for part in self._parts[layer]:
-            end = at + part.shape[1]
-            part[blocks] = raw_N[:, at:end]
-            at = end
-
     def read_tails(self, blocks: Sequence[int]) -> np.ndarray:
         """[N, tail_bytes]: routing rows and version of these blocks."""
         versions_N = self._cache.versions_N[blocks].view(np.uint8).reshape(len(blocks), 4)
         return np.concatenate([self._routing[blocks], versions_N], axis=1)
-
-    def write_tails(self, blocks: Sequence[int], payload: Payload) -> None:
-        for block, tail in zip(blocks, np.frombuffer(payload, np.uint8).reshape(len(blocks), self.tail_bytes), strict=True):
-            self._write_tail(block, tail)
-
-    def _write_tail(self, block: int, tail: np.ndarray) -> None:
-        self._routing[block] = tail[:-4]
-        self._cache.versions_N[block] = version_of(tail)
 
 
 def _rows(part: torch.Tensor) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""The embedded engine as three verbs: schedule a step, run the model on it, postprocess what was sampled.
+"""The embedded engine: requests, and the step loop as three verbs: schedule, run the model, postprocess.
 
 Synchronous and single-threaded: the caller (a server's event loop, a test, a benchmark) calls `step` while `has_work`, and `add`, `abort`
 and `commit` between steps. Only `prepare` may run in another thread meanwhile. Knows nothing of HTTP, chat or rewards.
 
-Shape suffixes: S sequences of the step, N sampled tokens of a request, T token positions, L MoE layers, K experts, V vocabulary.
+Shape suffixes: S sequences of the step, N rows of logits, V vocabulary, T token positions, L MoE layers, E experts.
 """
 
 from __future__ import annotations
@@ -13,53 +13,33 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config.serve import EngineConfig
 from slipstream.config.speculation import PromptLookup
 from slipstream.engine.blocks import Blocks
+from slipstream.engine.completion import complete, read_blocks
 from slipstream.engine.fetch import ENDINGS, BlockSource
 from slipstream.engine.handoff.exports import Export, Exports
 from slipstream.engine.kv import KvCache
+from slipstream.engine.postprocess import Postprocess, StepResult
 from slipstream.engine.runner import Runner
-from slipstream.engine.sampler import sample
-from slipstream.engine.scheduler import ANY_VERSION, Plan, Scheduler
+from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Sequence, SlotTable
-from slipstream.engine.speculation import Drafter, SpeculationCounts, append_verified
-from slipstream.engine.stops import StopText
+from slipstream.engine.speculation import Drafter
+from slipstream.engine.stops import Stops
 from slipstream.engine.tiers.hierarchy import Tiers
+from slipstream.engine.versions import UsableVersions
 from slipstream.engine.weights import LiveWeights
 from slipstream.errors import ConfigError, EngineUnavailable, RequestError
 from slipstream.models.impl import Impl
-from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion, Routing
+from slipstream.serving.checks import check_request
+from slipstream.types import Completion, EngineState, FinishReason, GenerateRequest, PolicyVersion
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
-"""Beyond these, logits divided by the temperature leave float32. 0 is greedy."""
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step did: requests that ended, and the tokens that it sampled: one for each of some requests, or several one after the other
-    where guesses were right."""
-
-    finished: list[Completion] = field(default_factory=list)
-    ids_S: np.ndarray = field(default_factory=lambda: np.zeros(0, object))
-    """Request ids."""
-    tokens_S: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    logprobs_S: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-
-    @property
-    def tokens(self) -> list[tuple[str, list[int], list[float]]]:
-        """(request id, new token ids, their logprobs), for streaming. Built when asked for: few steps need it."""
-        tokens, logprobs = self.tokens_S.tolist(), self.logprobs_S.tolist()
-        return [(name, [token], [logprob]) for name, token, logprob in zip(self.ids_S, tokens, logprobs, strict=True)]
 
 
 class EmbeddedEngine:
@@ -85,9 +65,8 @@ class EmbeddedEngine:
             raise ConfigError(
                 f"model.seq_len = {seq_len} is more than the {spec.max_positions} positions of the model in {folder}: lower model.seq_len"
             )
-        self._capture = config.capture_routing and bool(spec.moe_layers)
         fp8_kv = config.kv_dtype == "float8"
-        self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, self._capture, fp8_kv)
+        self._cache = KvCache(spec, config.block_tokens, config.kv_memory_mib, dtype, config.capture_routing, fp8_kv)
         self._table = SlotTable(config.max_running, seq_len, config.block_tokens)
         speculation = config.speculation
         self._drafter = Drafter(self._table, speculation) if isinstance(speculation, PromptLookup) else None
@@ -100,16 +79,18 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(
             self._table, self._cache, config.max_step_tokens, config.prefix_cache, self._drafter, self.sources, self._wake
         )
-        self._fingerprints: dict[int, str] = {}
-        """Of every version that was live."""
         self.tiers = Tiers(config.tiers, self.blocks) if config.tiers.enabled else None
         if self.tiers is not None and self._scheduler.prefix is not None:
             self.sources.append(self.tiers)
             self._scheduler.prefix.reclaimed = self.tiers.save
-        self._bound_age(version)
+        max_age = 0 if config.on_update == "recompute" else config.max_kv_age
+        self._usable = UsableVersions(self._scheduler, self.tiers, max_age)
+        self._usable.set_live(version, self._weights.fingerprint)
         self._exports = Exports(self.blocks, self._table)
+        self._stops = Stops(self.folder, spec.eos_ids)
         wide_head = config.head_dtype == "float32"
         self._runner = Runner(self._table, self._cache, spec.head_dim, spec.num_experts, wide_head)
+        self._postprocess = Postprocess(self._scheduler, self._runner, self._drafter, self._stops)
         self._random = np.random.default_rng(seed)
         self._by_id: dict[str, Sequence] = {}
         self._ended: list[Completion] = []
@@ -119,7 +100,7 @@ class EmbeddedEngine:
         self._started_s = time.perf_counter()
         self.tokens_generated = 0
         self.tokens_prefilled = 0
-        self.speculation = SpeculationCounts()
+        self.speculation = self._postprocess.counts
         self.busy_s = 0.0
         """Seconds spent in `step`."""
         self.outcomes: Counter[FinishReason] = Counter()
@@ -139,10 +120,14 @@ class EmbeddedEngine:
             raise EngineUnavailable(
                 f"request {request.id}: {self.config.max_waiting} requests are waiting already (engine.max_waiting); try again later"
             )
-        limit = self._checked_limit(request)
-        sampling = request.sampling
+        if request.id in self._by_id:
+            raise RequestError(f"request {request.id}: a request with this id is running; ids must be unique among live requests")
+        check_request(request, self.seq_len, self.spec.vocab_size)
+        sampling, limit = request.sampling, self._token_limit(request)
+        if sampling.stop:
+            self._stops.text  # noqa: B018  a missing tokenizer is the request's problem, not the step's
         seed = int(self._random.integers(1 << 63)) if sampling.seed is None else sampling.seed
-        stop_ids = tuple({*self._eos_ids, *sampling.stop_token_ids})
+        stop_ids = tuple({*self._stops.ids, *sampling.stop_token_ids})
         tokens_T = np.asarray(request.prompt_T, np.int32)
         sequence = Sequence(request, seed, limit, stop_ids, time.perf_counter(), tokens_T)
         self._by_id[request.id] = sequence
@@ -150,6 +135,17 @@ class EmbeddedEngine:
             self._exports.add(export, sequence)
         self._scheduler.waiting.append(sequence)
         self._stuck = False
+
+    def _token_limit(self, request: GenerateRequest) -> int:
+        """Most tokens of prompt and completion. Raises RequestError when their KV has no room even alone."""
+        limit = min(len(request.prompt_T) + request.sampling.max_tokens, self.seq_len)
+        blocks = self._scheduler.blocks_for(limit - 1)
+        if blocks > self._cache.num_blocks:
+            raise RequestError(
+                f"request {request.id}: prompt + max_tokens = {limit} tokens need {blocks} KV blocks, "
+                f"but there are {self._cache.num_blocks}: lower max_tokens or raise engine.kv_memory_mib"
+            )
+        return limit
 
     def abort(self, request_ids: Ordered[str]) -> None:
         """End these requests with finish reason `abort` and free what they hold; unknown ids are ignored.
@@ -204,9 +200,13 @@ class EmbeddedEngine:
         plan = None if self._paused else self._scheduler.plan(self._weights.number, began)
         self._stuck = plan is None and not self._paused
         if plan is not None:
-            logits_SV = self._runner.run(self._weights.model, plan, self._exports.begin(plan))
+            logits_NV = self._runner.run(self._weights.model, plan, self._exports.begin(plan))
             self._exports.end()
-            self._postprocess(plan, logits_SV, result)
+            self.tokens_prefilled += plan.num_prefill
+            ended = self._postprocess(plan, logits_NV, result)
+            self.tokens_generated += len(result.tokens_S)
+            if ended:
+                self._end(ended, result.finished)
         self._ended = []  # not before: what has ended is handed out by the next step when this one fails
         self.busy_s += time.perf_counter() - began
         return result
@@ -227,120 +227,18 @@ class EmbeddedEngine:
         self.check_integrity()
         return [sequence.id for sequence in lost]
 
-    def _postprocess(self, plan: Plan, logits_SV: torch.Tensor, result: StepResult) -> None:
-        """Sample, append, and end what has reached its end."""
-        table = self._table
-        table.context_R[plan.slots_S] += plan.counts_S - plan.drafts_S
-        self.tokens_prefilled += plan.num_prefill
-        slots_S = plan.slots_S[plan.samples_S]
-        if not len(slots_S):
-            return
-        if plan.num_drafts:
-            stopped_S, full_S = self._append_verified(plan, slots_S, logits_SV, result)
-        else:
-            stopped_S, full_S = self._append(plan, slots_S, logits_SV, result)
-        self.tokens_generated += len(result.tokens_S)
-        if plan.num_prefill:
-            self._note_first_tokens(slots_S)
-        ended = np.flatnonzero(stopped_S | full_S)
-        if len(ended):
-            self._end([(self._scheduler.at(int(slots_S[i])), "stop" if stopped_S[i] else "length") for i in ended], result.finished)
-
-    def _append(self, plan: Plan, slots_S: np.ndarray, logits_SV: torch.Tensor, result: StepResult) -> tuple[np.ndarray, np.ndarray]:
-        """One token for each. Returns (stopped, out of room)."""
-        table = self._table
-        tokens_S, logprobs_S = sample(logits_SV, table.sample_params(slots_S))
-        stopped_S, full_S = table.append_sampled(slots_S, tokens_S, logprobs_S)
-        result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[slots_S], tokens_S, logprobs_S
-        for i in np.flatnonzero(table.has_stop_text_R[slots_S] & ~stopped_S):
-            stopped_S[i] = self._slot_hits_stop_text(int(slots_S[i]), int(table.length_R[slots_S[i]]))
-        self._learn(plan, tokens_S, plan.drafts_S)
-        return stopped_S, full_S
-
-    def _append_verified(
-        self, plan: Plan, slots_S: np.ndarray, logits_NV: torch.Tensor, result: StepResult
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The same where there are guesses. What was processed behind the last right one is taken back: blocks, and the experts' load."""
-        table, drafts_S = self._table, plan.drafts_S[plan.samples_S]
-        rows = table.rows_behind(slots_S, drafts_S + 1)
-        tokens_N, logprobs_N = sample(logits_NV, table.sample_params(rows.slot_N, rows.ahead_N))
-        verdict = append_verified(table, slots_S, rows, tokens_N, logprobs_N, self._slot_hits_stop_text)
-        kept_N = verdict.kept_N
-        self._runner.uncount(table.kv_slots(rows.slot_N[~kept_N], rows.position_N[~kept_N] - 1))
-        self._scheduler.trim(slots_S[drafts_S > 0])
-        result.ids_S, result.tokens_S, result.logprobs_S = table.ids_R[rows.slot_N[kept_N]], tokens_N[kept_N], logprobs_N[kept_N]
-        self._learn(plan, tokens_N[verdict.first_N], verdict.gained_S - 1)
-        return verdict.stopped_S, table.length_R[slots_S] >= table.limit_R[slots_S]
-
-    def _learn(self, plan: Plan, first_S: np.ndarray, right_S: np.ndarray) -> None:
-        """`first`: next token, `right`: guesses that were right, of the sequences that sampled: first the decoding ones."""
-        counts, decoding = self.speculation, slice(plan.num_decode)
-        counts.decodes += plan.num_decode
-        counts.drafted += plan.num_drafts
-        if plan.num_drafts:
-            counts.accepted += int(right_S[decoding].sum())
-        if self._drafter is not None:
-            self._drafter.learn(plan.slots_S[decoding], first_S[decoding], plan.drafts_S[decoding], right_S[decoding])
-
-    def _note_first_tokens(self, slots_S: np.ndarray) -> None:
-        now = time.perf_counter()
-        for slot in slots_S.tolist():
-            sequence = self._scheduler.at(slot)
-            if not sequence.first_token_s:
-                sequence.first_token_s = now
-
-    def _slot_hits_stop_text(self, slot: int, end: int) -> bool:
-        """Whether the token before position `end` completes one of the stop strings of the sequence in this slot."""
-        sequence = self._scheduler.at(slot)
-        completion_N = self._table.tokens_RT[slot, sequence.prompt_tokens : end]
-        return self._stop_text.hit(completion_N, sequence.request.sampling.stop)
-
-    # ---- the end of a request ----
-
     def _end(self, ended: list[tuple[Sequence, FinishReason]], into: list[Completion]) -> None:
         """Free what these sequences hold and append their completions to `into`."""
         now = time.perf_counter()
-        held = {id(sequence): self._read_blocks(sequence) for sequence, _ in ended}
+        held = [read_blocks(sequence, self._table, self._cache, self._weights.number) for sequence, _ in ended]
         self._scheduler.leave([sequence for sequence, _ in ended if sequence.slot >= 0])
-        for sequence, reason in ended:
+        for (sequence, reason), (routing, kv_age) in zip(ended, held, strict=True):
             del self._by_id[sequence.id]
             if self._exports.drop(sequence.id):
                 self.tokens_generated -= len(sequence.logprobs_N)  # a prefill for another engine: nobody's tokens
             else:
                 self.outcomes[reason] += 1
-            routing, kv_age = held[id(sequence)]
-            tokens_N = sequence.tokens_T[sequence.prompt_tokens :]
-            into.append(
-                Completion(
-                    id=sequence.id,
-                    tokens_N=tokens_N,
-                    logprobs_N=sequence.logprobs_N,
-                    versions=sequence.versions(len(tokens_N)),
-                    finish_reason=reason,
-                    routing=routing,
-                    cached_tokens=sequence.cached_tokens,
-                    cached_by_tier=sequence.cached_by_tier,
-                    kv_age=kv_age,
-                    timings=sequence.timings(now),
-                )
-            )
-
-    def _read_blocks(self, sequence: Sequence) -> tuple[Routing | None, int]:
-        """Routing rows from `routing_from` on, and the age of the oldest KV block, of a sequence that is about to go."""
-        running = sequence.slot >= 0
-        length = int(self._table.length_R[sequence.slot]) if running else len(sequence.tokens_T)
-        context = int(self._table.context_R[sequence.slot]) if running else 0
-        used = np.array(sequence.blocks[: self._scheduler.blocks_for(context)], np.int64)
-        kv_age = self._weights.number - int(self._cache.versions_N[used].min()) if len(used) else 0
-        if not self._capture:
-            return None, kv_age
-        start = sequence.request.routing_from
-        position_T = np.arange(start, max(start, length - 1))
-        valid_T = position_T < context
-        ids_TLK = np.zeros((len(position_T), *self._cache.routing.shape[1:]), self._cache.routing.dtype)
-        known = int(valid_T.sum())
-        ids_TLK[:known] = self._cache.rows(used, start, start + known)
-        return Routing(start, ids_TLK, valid_T), kv_age
+            into.append(complete(sequence, reason, routing, kv_age, now))
 
     # ---- weights ----
 
@@ -362,25 +260,9 @@ class EmbeddedEngine:
         if self.config.on_update == "abort":
             begun = [s.id for s in self._by_id.values() if s.slot >= 0 or len(s.logprobs_N)]
             self.abort(begun)
-        self._bound_age(number)
+        self._usable.set_live(number, self._weights.fingerprint)
         for sequence in self._scheduler.running:
             sequence.stamp(number, int(self._table.length_R[sequence.slot]) - sequence.prompt_tokens)
-
-    def _bound_age(self, number: int) -> None:
-        """Use no KV that is too old for version `number`, which is live now; on the device, in the tiers, or of a running sequence."""
-        fingerprint, known = self._weights.fingerprint, self._fingerprints.get(number)
-        if known not in (None, fingerprint):  # rolled back, and another policy has taken the number
-            self._scheduler.expire(range(-1, number))
-        self._fingerprints[number] = fingerprint
-        oldest = 0 if self.config.on_update == "recompute" else self.config.max_kv_age
-        if oldest is not None:
-            self._scheduler.expire(range(number - oldest, number + 1))
-        elif known not in (None, fingerprint):
-            self._scheduler.expire(ANY_VERSION)
-        if self.tiers is not None:
-            self.tiers.versions = self._scheduler.versions
-            if fingerprint:
-                self.tiers.weights[number] = bytes.fromhex(fingerprint)
 
     # ---- control and what it says about itself ----
 
@@ -456,69 +338,3 @@ class EmbeddedEngine:
     def check_integrity(self) -> None:
         """Raises StateError unless every KV block is accounted for."""
         self._scheduler.check_integrity()
-
-    # ---- checks ----
-
-    def _checked_limit(self, request: GenerateRequest) -> int:
-        """Most tokens in all, or RequestError."""
-        prompt_T, sampling = request.prompt_T, request.sampling
-        if request.id in self._by_id:
-            raise RequestError(f"request {request.id}: a request with this id is running; ids must be unique among live requests")
-        if len(prompt_T) == 0:
-            raise RequestError(f"request {request.id}: the prompt is empty; it needs at least one token")
-        if len(prompt_T) + 1 > self.seq_len:
-            raise RequestError(
-                f"request {request.id}: a prompt of {len(prompt_T)} tokens leaves no room in a context of {self.seq_len}; shorten it"
-            )
-        lowest, highest = int(prompt_T.min()), int(prompt_T.max())
-        if lowest < 0 or highest >= self.spec.vocab_size:
-            raise RequestError(
-                f"request {request.id}: token id {lowest if lowest < 0 else highest} is not in the vocabulary of {self.spec.vocab_size}"
-            )
-        _check_sampling(request, self.spec.vocab_size)
-        limit = min(len(prompt_T) + sampling.max_tokens, self.seq_len)
-        blocks = self._scheduler.blocks_for(limit - 1)
-        if blocks > self._cache.num_blocks:
-            raise RequestError(
-                f"request {request.id}: prompt + max_tokens = {limit} tokens need {blocks} KV blocks, "
-                f"but there are {self._cache.num_blocks}: lower max_tokens or raise engine.kv_memory_mib"
-            )
-        if sampling.stop:
-            self._stop_text  # noqa: B018  a missing tokenizer is the request's problem, not the step's
-        return limit
-
-    @cached_property
-    def _eos_ids(self) -> frozenset[int]:
-        has_tokenizer = (self.folder / "tokenizer.json").exists()
-        return frozenset(self.spec.eos_ids) | (self._tokenizer.eos_ids if has_tokenizer else frozenset())
-
-    @cached_property
-    def _tokenizer(self) -> ChatTokenizer:
-        return ChatTokenizer.load(self.folder, need_template=False)
-
-    @cached_property
-    def _stop_text(self) -> StopText:
-        return StopText(self._tokenizer)
-
-
-def _check_sampling(request: GenerateRequest, vocab_size: int) -> None:
-    """Raises RequestError for values that no distribution has, or that the engine's float32 and int32 columns cannot hold.
-
-    One request must not be able to fail a step: the step is everybody's.
-    """
-    s = request.sampling
-    wrong = {
-        "temperature": not (s.temperature == 0 or MIN_TEMPERATURE <= s.temperature <= MAX_TEMPERATURE),
-        "top_p": not 0 < s.top_p <= 1,
-        "top_k": s.top_k < 0,
-        "min_p": not 0 <= s.min_p <= 1,
-        "max_tokens": s.max_tokens < 1,
-        "stop": any(not text for text in s.stop),
-        "stop_token_ids": any(not 0 <= i < vocab_size for i in s.stop_token_ids),
-        "routing_from": not 0 <= request.routing_from < 1 << 31,
-        "salt": not 0 <= request.salt < 1 << 63,
-    }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            value = getattr(s if hasattr(s, name) else request, name)
-            raise RequestError(f"request {request.id}: {name} = {value!r} is out of range")

@@ -1,14 +1,18 @@
-"""Stop strings: does the text of the last few sampled tokens contain one?
+"""What ends a sequence beside its length: stop ids, and stop strings in the text of the last few sampled tokens.
 
-Only the tail is decoded, and only when the newest token can have finished a stop string: its own text holds the string's last character,
-or is not whole characters. Knows nothing of sequences.
+For strings only the tail is decoded, and only when the newest token can have finished a stop string: its own text holds the string's last
+character, or is not whole characters. Knows nothing of sequences.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
+from slipstream.chat.tokenizer import ChatTokenizer
 
 _SLACK_TOKENS = 4
 """Tokens in front of the longest stop string, so that a character which the tail cuts in two cannot lie in it."""
@@ -18,6 +22,29 @@ class Detokenizer(Protocol):
     """What is needed of `chat.tokenizer.ChatTokenizer`."""
 
     def decode(self, ids: np.ndarray, skip_special: bool = False) -> str: ...
+
+
+class Stops:
+    """Of the model in `folder`. Its tokenizer is read when it is first needed."""
+
+    def __init__(self, folder: Path, eos_ids: tuple[int, ...]) -> None:
+        """`eos_ids`: what the model's configuration names."""
+        self._folder, self._eos_ids = folder, eos_ids
+
+    @cached_property
+    def ids(self) -> frozenset[int]:
+        """End-of-sequence ids: of the configuration, and of the tokenizer if there is one."""
+        has_tokenizer = (self._folder / "tokenizer.json").exists()
+        return frozenset(self._eos_ids) | (self._tokenizer.eos_ids if has_tokenizer else frozenset())
+
+    @cached_property
+    def text(self) -> StopText:
+        """Raises ModelError when there is no tokenizer."""
+        return StopText(self._tokenizer)
+
+    @cached_property
+    def _tokenizer(self) -> ChatTokenizer:
+        return ChatTokenizer.load(self._folder, need_template=False)
 
 
 class StopText:

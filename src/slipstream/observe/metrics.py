@@ -141,6 +141,11 @@ def _ends_in_a_torn_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
+def counted(prefix: str, counts: Mapping[str, float]) -> dict[str, float]:
+    """{'prefix/name': count} for metric keys with a varying last part."""
+    return {f"{prefix}/{name}": value for name, value in counts.items()}
+
+
 def plain(value: Any) -> Any:
     """For msgspec: numpy as lists and numbers, any mapping as an object."""
     if isinstance(value, Mapping):

@@ -20,6 +20,7 @@ import numpy as np
 from slipstream.config.envs import EnvConfig
 from slipstream.config.run import RunConfig
 from slipstream.errors import EngineError
+from slipstream.observe.metrics import counted
 from slipstream.orchestrator.concurrency import Gate, Hold, hold, next_limit
 from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.dispatch import Dispatcher, Flight, draw
@@ -30,7 +31,7 @@ from slipstream.orchestrator.pack import make_batch, routing_bytes
 from slipstream.orchestrator.publish import Metrics, Publisher
 from slipstream.orchestrator.queue import ReadyQueue
 from slipstream.orchestrator.staleness import Ready, batch_hash, check_lag, oldest_version, room
-from slipstream.orchestrator.step_metrics import batch_metrics, counted, reward_metrics
+from slipstream.orchestrator.step_metrics import batch_metrics, reward_metrics
 from slipstream.orchestrator.store import Outbox, Store
 from slipstream.orchestrator.waits import Deadlines, Wake, persist
 from slipstream.ports import Engine, Env, Player

@@ -33,10 +33,5 @@ def batch_metrics(taken: Sequence[Ready], lags: Mapping[int, int]) -> dict[str, 
     }
 
 
-def counted(prefix: str, counts: Mapping[str, float]) -> dict[str, float]:
-    """{'prefix/name': count} for metric keys with a varying last part."""
-    return {f"{prefix}/{name}": value for name, value in counts.items()}
-
-
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

@@ -79,7 +79,6 @@ def test_special_tokens_are_one_id_each_and_the_tool_markers_survive_skipping(to
 
 def test_a_reply_ends_at_the_end_token_of_the_model_or_of_the_tokenizer(tokenizer):
     assert tokenizer.eos_ids == {int(tokenizer.encode(text)[0]) for text in ("<|endoftext|>", "<|im_end|>")}
-    assert tokenizer.bos_id == int(tokenizer.encode("<|endoftext|>")[0])
     assert tokenizer.vocab_size == int(tokenizer.encode("</tool_response>")[0]) + 1
 
 

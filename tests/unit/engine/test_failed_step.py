@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.engine import engine as engine_module
+from slipstream.engine import postprocess, runner
 from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, run
 
 PROMPTS = [prompt(seed, 20) for seed in range(6)]
@@ -31,7 +31,7 @@ def test_running_requests_are_lost_waiting_ones_go_on_and_the_books_balance(moe_
         engine.add(ask(f"r{i}", prompt_T))
     before = {completion.id for _ in range(steps) for completion in engine.step().finished}
     engine.abort(["r5"])  # ends in the step that fails: must be handed out all the same
-    fail_once(monkeypatch, *((engine_module.Runner, "run") if where == "forward" else (engine_module, "sample")))
+    fail_once(monkeypatch, *((runner.Runner, "run") if where == "forward" else (postprocess, "sample")))
     with pytest.raises(FloatingPointError):
         engine.step()
     lost = engine.recover()

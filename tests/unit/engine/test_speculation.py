@@ -11,6 +11,7 @@ from slipstream.engine import runner
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.sequence import SlotTable
 from slipstream.engine.speculation import Drafter, verify
+from slipstream.engine.stops import Stops
 from slipstream.errors import ConfigError, EngineError
 from slipstream.models import hf
 from tests.parity.test_engine_parity import FAMILIES
@@ -154,7 +155,7 @@ class Letters:
 
 
 def test_a_stop_text_that_ends_among_right_guesses_ends_the_completion_there(moe_folder, monkeypatch):
-    monkeypatch.setattr(EmbeddedEngine, "_tokenizer", Letters())
+    monkeypatch.setattr(Stops, "_tokenizer", Letters())
     asked = [ask(f"r{i}", repeating(i), max_tokens=60) for i in range(12)]
     free = run(make_engine(moe_folder), asked)
     texts = {name: Letters().decode(c.tokens_N) for name, c in free.items() if len(c.tokens_N) > 30}

@@ -80,10 +80,10 @@ class TiersMachine(RuleBasedStateMachine):
         paths = {"disk_path": "d", "disk_mib": 1, "shared_path": "s", "shared_mib": 1}
         config = TiersConfig(ram_mib=1, min_tokens=1, scan_s=3600, **paths)  # type: ignore[arg-type]
         self.tiers = Tiers(config, self.blocks, self.stores)  # type: ignore[arg-type]
-        self.tiers.weights = dict(WEIGHTS)
-        wait_until(lambda: self.tiers._scan_at)  # the writer's first look
+        self.tiers.use(range(2), WEIGHTS)
+        wait_until(lambda: self.tiers.writer.scan_at)  # the writer's first look
         for name, capacity in ((RAM, RAM_BLOCKS), (DISK, DISK_BLOCKS), (SHARED, SHARED_BLOCKS)):
-            self.tiers.tiers[name].capacity = capacity
+            self.tiers.contents.tiers[name].capacity = capacity
 
     @rule(number=st.integers(0, 19), version=st.integers(0, 1))
     def save(self, number: int, version: int) -> None:
@@ -103,7 +103,8 @@ class TiersMachine(RuleBasedStateMachine):
         assert fetch.done and complete <= found
         for i in range(complete):
             raw = self.blocks.written[i]
-            assert raw in [self.blocks.read(first + i + 100 * version).tobytes() for version in WEIGHTS if version in self.tiers.versions]
+            usable = [version for version in WEIGHTS if version in self.tiers.contents.versions]
+            assert raw in [self.blocks.read(first + i + 100 * version).tobytes() for version in usable]
 
     @rule(tier=st.sampled_from([DISK, SHARED]), pick=st.integers(0, 9), gone=st.booleans())
     def lose_or_damage(self, tier: str, pick: int, gone: bool) -> None:
@@ -121,21 +122,21 @@ class TiersMachine(RuleBasedStateMachine):
         assert self.tiers.flush()
         label = Label(key_of_number(number), b"s" * 16, weights * 16)
         self.stores[SHARED].write(label, 0, self.blocks.read(number if weights == b"a" else 66))
-        self.tiers.look()
+        self.tiers.writer.look()
 
     @rule(oldest=st.integers(0, 1))
     def bound_age(self, oldest: int) -> None:
-        self.tiers.versions = range(oldest, 2)
+        self.tiers.use(range(oldest, 2), WEIGHTS)
 
     @invariant()
     def budgets_hold_and_books_agree(self) -> None:
         assert self.tiers.flush()
-        with self.tiers._lock:
-            ram, disk, shared = (self.tiers.tiers[name] for name in (RAM, DISK, SHARED))
-            assert self.tiers._ram.keys() == set(ram._places) and len(ram) <= RAM_BLOCKS
+        with self.tiers.contents.lock:
+            ram, disk, shared = (self.tiers.contents.tiers[name] for name in (RAM, DISK, SHARED))
+            assert self.tiers.contents.ram.keys() == set(ram._places) and len(ram) <= RAM_BLOCKS
             assert len(disk) <= DISK_BLOCKS and {*self.stores[DISK].held} <= {*disk._places.items()}
             assert len(self.stores[SHARED].held) <= SHARED_BLOCKS or len(shared) > SHARED_BLOCKS
-            assert self.tiers._written.keys() <= set(shared._places) and ram.used_bytes == len(ram) * SIZE
+            assert self.tiers.writer.written.keys() <= set(shared._places) and ram.used_bytes == len(ram) * SIZE
 
     def teardown(self) -> None:
         self.tiers.close()

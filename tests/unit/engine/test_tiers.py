@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -138,9 +137,9 @@ def test_other_models_and_dtypes_come_back_the_same(moe_folder, dense_folder, tm
 def test_blocks_go_down_tier_by_tier_and_nothing_is_lost_while_there_is_room(moe_folder, computed, tmp_path, played):
     one = played(moe_folder, device_blocks=16, **{k: v for setup in SETUPS.values() for k, v in setup(tmp_path).items()})
     size = one.engine.blocks.block_bytes
-    one.tiers.tiers[RAM].capacity, one.tiers.tiers[DISK].capacity = 10, 12
+    one.tiers.contents.tiers[RAM].capacity, one.tiers.contents.tiers[DISK].capacity = 10, 12
     assert same(one.spill(), computed)
-    ram, disk, shared = (one.tiers.tiers[name] for name in (RAM, DISK, SHARED))
+    ram, disk, shared = (one.tiers.contents.tiers[name] for name in (RAM, DISK, SHARED))
     assert (len(ram), len(disk)) == (10, 12) and len(shared) > 20
     assert ram.used_bytes == 10 * size and len(files(tmp_path / "disk")) == 12 and len(files(tmp_path / "shared")) == len(shared)
     again = one.play(range(len(PROMPTS)))
@@ -183,7 +182,7 @@ def test_a_store_that_cannot_be_written_is_switched_off_loudly_and_generation_go
     moe_folder, computed, tmp_path, played, monkeypatch, caplog, tier, code
 ):
     one = played(moe_folder, **SETUPS[tier](tmp_path))
-    store = one.tiers._stores[tier]
+    store = one.tiers.contents.stores[tier]
 
     def fail(fresh, header, payload):
         fresh.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +196,7 @@ def test_a_store_that_cannot_be_written_is_switched_off_loudly_and_generation_go
         assert one.value(f"{tier}/on") == 0 and one.value("dropped") > 0
         assert caplog.text.count("switched off") == 1
         assert not list(tmp_path.rglob("*.tmp")) and not files(tmp_path)
-    one.tiers.health[tier]._retry_at = 0.0
+    one.tiers.contents.health[tier]._retry_at = 0.0
     one.spill()
     assert one.value(f"{tier}/on") == 1 and "works again" in caplog.text
     assert same(one.play(range(len(PROMPTS))), computed)
@@ -225,7 +224,7 @@ def test_a_disk_that_hangs_costs_one_deadline_and_is_then_left_alone(moe_folder,
         over.wait()
         raise OSError("gone")
 
-    monkeypatch.setattr(one.tiers._stores[DISK], "read", hangs)
+    monkeypatch.setattr(one.tiers.contents.stores[DISK], "read", hangs)
     try:
         assert same(one.play(range(4)), computed[:4])
     finally:
@@ -236,10 +235,13 @@ def test_a_disk_that_hangs_costs_one_deadline_and_is_then_left_alone(moe_folder,
 
 def test_a_slow_writer_drops_blocks_and_steps_go_on(moe_folder, computed, tmp_path, played, monkeypatch):
     one = played(moe_folder, **SETUPS[DISK](tmp_path))
-    one.tiers._queue_blocks = 3
-    real = one.tiers._stores[DISK].write
-    monkeypatch.setattr(one.tiers._stores[DISK], "write", lambda *a: (time.sleep(0.02), real(*a)))
-    assert same(one.spill(), computed)
+    one.tiers.writer.queue_blocks = 3
+    real = one.tiers.contents.stores[DISK].write
+    go = threading.Event()
+    monkeypatch.setattr(one.tiers.contents.stores[DISK], "write", lambda *a: (go.wait(HUNG_S), real(*a)))
+    assert same(one.play(range(len(PROMPTS)), settle=False), computed)
+    go.set()
+    assert one.tiers.flush()
     assert one.value("dropped") > 0 and 0 < len(files(tmp_path)) < 40
     assert same(one.play(range(len(PROMPTS))), computed)
 
@@ -247,13 +249,13 @@ def test_a_slow_writer_drops_blocks_and_steps_go_on(moe_folder, computed, tmp_pa
 def test_the_disk_tier_survives_a_restart(moe_folder, computed, tmp_path, played):
     first = played(moe_folder, **SETUPS[DISK](tmp_path))
     first.spill()
-    kept = [*first.tiers.tiers[DISK]._places]
+    kept = [*first.tiers.contents.tiers[DISK]._places]
     first.engine.close()
     leftover = files(tmp_path)[0].with_name(".half.tmp")
     leftover.write_bytes(b"half")
     (leftover.parent / "notes.txt").write_text("not a block")
     second = played(moe_folder, **SETUPS[DISK](tmp_path))
-    assert set(second.tiers.tiers[DISK]._places) == set(kept) and not leftover.exists()
+    assert set(second.tiers.contents.tiers[DISK]._places) == set(kept) and not leftover.exists()
     answers = second.play(range(4))
     assert same(answers, computed[:4])
     assert answers[0].cached_by_tier == {DISK: 40}
@@ -269,24 +271,24 @@ def test_engines_on_one_disk_path_have_folders_of_their_own(moe_folder, tmp_path
 def test_engines_share_a_folder_both_ways(moe_folder, computed, tmp_path, played):
     one, two = (played(moe_folder, **SETUPS[SHARED](tmp_path)) for _ in range(2))
     one.spill()
-    two.tiers.look()
+    two.tiers.writer.look()
     answers = two.play(range(3))
     assert same(answers, computed[:3]) and all(answer.cached_by_tier[SHARED] >= 40 for answer in answers)
     two.spill(salt=7)
-    one.tiers.look()
+    one.tiers.writer.look()
     assert one.play([0], salt=7)[0].cached_by_tier == {SHARED: 40}
 
 
 def test_the_shared_folder_stays_within_its_budget_whoever_writes(moe_folder, computed, tmp_path, played):
     one, two = (played(moe_folder, **SETUPS[SHARED](tmp_path)) for _ in range(2))
     for engine in (one, two):
-        engine.tiers.tiers[SHARED].capacity = 20
+        engine.tiers.contents.tiers[SHARED].capacity = 20
     one.spill()
     assert len(files(tmp_path)) == 20
-    two.tiers.look()
+    two.tiers.writer.look()
     two.spill(salt=3)
     assert len(files(tmp_path)) <= 20
-    one.tiers.look()
+    one.tiers.writer.look()
     assert same(one.play(range(len(PROMPTS))), computed)
     assert one.value("shared/damaged") == 0, "what another engine removed is missing, not damaged"
 
@@ -296,10 +298,10 @@ def test_what_other_weights_computed_is_never_read(moe_folder, other_folder, com
     other = played(other_folder, **SETUPS[SHARED](tmp_path))
     other.spill()
     one = played(moe_folder, **SETUPS[SHARED](tmp_path))
-    one.tiers.look()
+    one.tiers.writer.look()
     answers = one.spill()
     assert same(answers, computed) and all(not answer.cached_by_tier for answer in answers)
-    one.tiers.look()
+    one.tiers.writer.look()
     again = one.play(range(4))
     assert same(again, computed[:4]) and all(answer.cached_by_tier[SHARED] >= 32 for answer in again)
     assert other.play([0])[0].cached_by_tier[SHARED] == 40
@@ -308,8 +310,8 @@ def test_what_other_weights_computed_is_never_read(moe_folder, other_folder, com
 def test_blocks_of_another_shape_lie_in_another_folder(moe_folder, tmp_path, played):
     played(moe_folder, **SETUPS[SHARED](tmp_path)).spill()
     two = played(moe_folder, dtype="bfloat16", **SETUPS[SHARED](tmp_path))
-    two.tiers.look()
-    assert len(two.tiers.tiers[SHARED]) == 0 and not two.play([0])[0].cached_by_tier
+    two.tiers.writer.look()
+    assert len(two.tiers.contents.tiers[SHARED]) == 0 and not two.play([0])[0].cached_by_tier
 
 
 def test_salts_do_not_meet_in_any_tier(moe_folder, tmp_path, played):
@@ -356,6 +358,20 @@ def test_a_version_number_taken_again_by_other_weights_finds_nothing_of_the_firs
         assert not one.play([number], salt=1)[0].cached_by_tier
 
 
+def test_what_a_rollback_has_left_behind_is_not_found_when_its_number_is_taken_again_below(moe_folder, other_folder, tmp_path, played):
+    """Versions 1 and 2, back to 0, and another version 1: KV of the old 2 belongs to no policy that is left."""
+    third, fourth = (write_model(tmp_path / name, moe=True, seed=seed) for name, seed in (("third", 3), ("fourth", 4)))
+    one = played(moe_folder, **SETUPS[RAM](tmp_path))
+    swap(one.engine, publish(other_folder, tmp_path / "v1", 1))
+    swap(one.engine, publish(third, tmp_path / "v2", 2))
+    one.spill()
+    swap(one.engine, publish(moe_folder, tmp_path / "v0", 0))
+    assert one.play([0])[0].cached_by_tier == {RAM: 40}, "it is the same rollout's, whatever has computed it"
+    swap(one.engine, publish(fourth, tmp_path / "w1", 1))
+    for number in range(len(PROMPTS)):
+        assert not one.play([number])[0].cached_by_tier
+
+
 def test_a_short_prefix_is_not_worth_a_fetch(moe_folder, tmp_path, played):
     one = played(moe_folder, **SETUPS[RAM](tmp_path) | {"min_tokens": 44})
     one.spill()
@@ -390,11 +406,11 @@ def test_after_an_error_a_store_is_left_alone_for_a_while(caplog):
 def test_a_block_whose_name_lies_about_its_version_is_refused(moe_folder, computed, tmp_path, played):
     one = played(moe_folder, **SETUPS[DISK](tmp_path))
     one.spill()
-    store, tier = one.tiers._stores[DISK], one.tiers.tiers[DISK]
+    store, tier = one.tiers.contents.stores[DISK], one.tiers.contents.tiers[DISK]
     for key, place in [*tier._places.items()]:
         payload = store.read(key, place).copy()
         payload[-4:] = np.array([3], np.int32).view(np.uint8)
-        label = Label(key, one.engine.blocks.shape, one.tiers.weights[0])
+        label = Label(key, one.engine.blocks.shape, one.tiers.contents.weights[0])
         store._file(key, place).write_bytes(seal(label, payload) + payload.tobytes())
     assert same(one.play(range(len(PROMPTS))), computed) and one.value("disk/damaged") > 0
     assert Place(0, label.weights[:8]) == place

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from slipstream.config.envs import EnvConfig, EvalConfig
-from slipstream.fakes import FakeEnv
+from slipstream.fakes.envs import FakeEnv
 from slipstream.orchestrator.evals import Evaluator, eval_sampling, is_due, is_pinned, score
 from slipstream.types import Outcome, Task
 from tests.sim import clock

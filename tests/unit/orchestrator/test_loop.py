@@ -8,7 +8,10 @@ import pytest
 
 from slipstream.config import RunConfig
 from slipstream.errors import EnvError
-from slipstream.fakes import FakeEngine, FakeEnv, FakeMetrics, FakePlayer, FakeStore, FakeTrainer
+from slipstream.fakes.engine import FakeEngine
+from slipstream.fakes.envs import FakeEnv, FakePlayer
+from slipstream.fakes.store import FakeMetrics, FakeStore
+from slipstream.fakes.trainer import FakeTrainer
 from slipstream.observe import registry
 from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.ledger import Ledger

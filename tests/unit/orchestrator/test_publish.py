@@ -4,7 +4,9 @@ import random
 import pytest
 
 from slipstream.errors import EngineError, EngineUnavailable, TrainerError, WireError
-from slipstream.fakes import FakeEngine, FakeMetrics, FakeTrainer, fake_version
+from slipstream.fakes.engine import FakeEngine
+from slipstream.fakes.store import FakeMetrics
+from slipstream.fakes.trainer import FakeTrainer, fake_version
 from slipstream.orchestrator.publish import Publisher
 from slipstream.orchestrator.waits import Deadlines
 from slipstream.types import EngineState

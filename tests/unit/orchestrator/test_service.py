@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from slipstream.config import RunConfig, to_toml
 from slipstream.envs.frozen import dump_file
 from slipstream.errors import ConfigError
-from slipstream.fakes import FakeEngine, FakeEnv
+from slipstream.fakes.engine import FakeEngine
+from slipstream.fakes.envs import FakeEnv
 from slipstream.observe.metrics import read_metrics
 from slipstream.orchestrator import service
 from slipstream.orchestrator.curriculum import Curriculum

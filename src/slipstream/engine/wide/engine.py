@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from slipstream.config.serve import EngineConfig
-from slipstream.engine.engine import EmbeddedEngine, StepResult
+from slipstream.engine.engine import EmbeddedEngine
+from slipstream.engine.postprocess import StepResult
 from slipstream.engine.wide.bell import Bell
 from slipstream.engine.wide.fit import check_wide
 from slipstream.engine.wide.weights import WideWeights

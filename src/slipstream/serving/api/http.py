@@ -16,12 +16,14 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
 from slipstream.errors import ConfigError, EngineBusy, EngineError, EngineUnavailable, ModelError, RequestError, WireError
+from slipstream.types import EngineState
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,24 @@ class FieldError(ApiError):
 
 def json_response(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+class Healthy(Protocol):
+    """An engine that knows how it is."""
+
+    @property
+    def ready(self) -> bool: ...
+    async def state(self) -> EngineState: ...
+
+
+def health_route(engine: Healthy) -> web.RouteDef:
+    """GET /health: the engine's state; 503 while it can answer nothing."""
+
+    async def health(_: web.Request) -> web.Response:
+        status = "ok" if engine.ready else "not ready"
+        return json_response({"status": status, **asdict(await engine.state())}, 200 if engine.ready else 503)
+
+    return web.get("/health", health)
 
 
 def status_of(error: Exception) -> int:

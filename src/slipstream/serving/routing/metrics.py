@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from slipstream.observe.metrics import counted
 from slipstream.serving.replica import Replica
 from slipstream.serving.routing.router import Router
 
@@ -23,11 +24,7 @@ def values(router: Router, replicas: Sequence[Replica], now: float) -> dict[str,
         "router/tokens/cached": router.tokens["cached"],
         "router/time/decision_us": 1e6 * router.decision_s / decided if decided else 0.0,
         **{f"router/breaker/{replica.name}": _STATES[replica.breaker.state(now)] for replica in replicas},
-        **_counted("router/served", router.requests),
-        **_counted("router/decisions", router.decisions),
-        **_counted("router/moves", router.moves),
+        **counted("router/served", router.requests),
+        **counted("router/decisions", router.decisions),
+        **counted("router/moves", router.moves),
     }
-
-
-def _counted(prefix: str, counts: Mapping[str, float]) -> dict[str, float]:
-    return {f"{prefix}/{name}": value for name, value in counts.items()}

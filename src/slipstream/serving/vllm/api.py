@@ -17,7 +17,7 @@ import aiohttp
 from slipstream.errors import EngineError, EngineUnavailable, RequestError
 from slipstream.transport.threads import off_loop
 
-ASK_TIMEOUT_S = 120.0
+ASK_TIMEOUT_S, GENERATE_TIMEOUT_S = 120.0, 3600.0
 LOAD_TIMEOUT_S = 1800.0
 """Deadline of loading weights into the model."""
 GENERATE = "/inference/v1/generate"
@@ -30,19 +30,18 @@ PREFIX = "generate-tokens-"
 class Api:
     """One server. Every call raises EngineUnavailable when nobody answers."""
 
-    def __init__(self, socket: Path, generate_timeout_s: float = 3600.0):
+    def __init__(self, socket: Path):
         self._socket = socket
-        self._generate_timeout_s = generate_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST /inference/v1/generate. Cancelling closes the connection, upon which vLLM aborts the request. Raises RequestError."""
-        return await self._json("POST", GENERATE, body, self._generate_timeout_s)
+        return await self._json("POST", GENERATE, body, GENERATE_TIMEOUT_S)
 
     async def stream(self, body: Mapping[str, Any], hear: Callable[[dict[str, Any]], None]) -> None:
         """As `generate`; `hear` gets the answer in pieces (server-sent events) as they come."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with self._asked("POST", GENERATE, body, self._generate_timeout_s) as response:
+        async with self._asked("POST", GENERATE, body, GENERATE_TIMEOUT_S) as response:
             async for line in response.content:
                 if not line.startswith(b"data: {"):  # what is between events, and [DONE]
                     continue

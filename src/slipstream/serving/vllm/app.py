@@ -8,12 +8,11 @@ POST /admin/...                                   slipstream.serving.api.admin
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 
 from aiohttp import web
 
 from slipstream.serving.api.admin import admin_routes
-from slipstream.serving.api.http import MAX_BODY_BYTES, errors_as_json, json_response
+from slipstream.serving.api.http import MAX_BODY_BYTES, errors_as_json, health_route
 from slipstream.serving.api.tokens import token_routes
 from slipstream.serving.vllm.engine import VllmEngine
 
@@ -21,14 +20,10 @@ from slipstream.serving.vllm.engine import VllmEngine
 def make_app(engine: VllmEngine, token: str, metrics_text: Callable[[], Awaitable[str]]) -> web.Application:
     """`token` guards the admin routes."""
 
-    async def health(_: web.Request) -> web.Response:
-        status = "ok" if engine.ready else "not ready"
-        return json_response({"status": status, **asdict(await engine.state())}, 200 if engine.ready else 503)
-
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(text=await metrics_text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
-    app.add_routes([web.get("/health", health), web.get("/metrics", metrics)])
+    app.add_routes([health_route(engine), web.get("/metrics", metrics)])
     app.add_routes([*token_routes(engine), *admin_routes(engine, token)])
     return app

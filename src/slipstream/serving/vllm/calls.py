@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream.errors import EngineUnavailable, RequestError
+from slipstream.serving.checks import check_request
 from slipstream.types import Completion, FinishReason, GenerateRequest, Routing, Timings, Versions
 
 NO_LOGPROB = -9999.0
 """What vLLM writes in place of a logprob that is missing or not a number."""
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -30,31 +30,11 @@ class Limits(Protocol):
 
 
 def check(request: GenerateRequest, limits: Limits) -> None:
-    """Raises RequestError for what no engine of ours takes, in the words of all of them."""
-    prompt_T, s, name = request.prompt_T, request.sampling, f"request {request.id}"
-    if len(prompt_T) == 0:
-        raise RequestError(f"{name}: the prompt is empty; it needs at least one token")
-    if len(prompt_T) + 1 > limits.seq_len:
-        raise RequestError(f"{name}: a prompt of {len(prompt_T)} tokens leaves no room in a context of {limits.seq_len}; shorten it")
-    lowest, highest = int(prompt_T.min()), int(prompt_T.max())
-    if lowest < 0 or highest >= limits.vocab_size:
-        wrong_id = lowest if lowest < 0 else highest
-        raise RequestError(f"{name}: token id {wrong_id} is not in the vocabulary of {limits.vocab_size}")
-    wrong = {
-        "temperature": not (s.temperature == 0 or MIN_TEMPERATURE <= s.temperature <= MAX_TEMPERATURE),
-        "top_p": not 0 < s.top_p <= 1,
-        "top_k": s.top_k < 0,
-        "min_p": not 0 <= s.min_p <= 1,
-        "max_tokens": s.max_tokens < 1,
-        "stop": any(not text for text in s.stop),
-        "stop_token_ids": any(not 0 <= i < limits.vocab_size for i in s.stop_token_ids),
-        "seed": s.seed is not None and not -(1 << 63) <= s.seed < 1 << 63,
-        "routing_from": request.routing_from < 0,
-        "salt": request.salt < 0,
-    }
-    for field, is_wrong in wrong.items():
-        if is_wrong:
-            raise RequestError(f"{name}: {field} = {getattr(s if hasattr(s, field) else request, field)!r} is out of range")
+    """Raises RequestError."""
+    check_request(request, limits.seq_len, limits.vocab_size)
+    seed = request.sampling.seed
+    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+        raise RequestError(f"request {request.id}: seed = {seed} is out of range")
 
 
 def body(request: GenerateRequest, limits: Limits) -> dict[str, Any]:

@@ -32,11 +32,12 @@ from slipstream.serving.vllm.app import make_app
 from slipstream.serving.vllm.args import arguments
 from slipstream.serving.vllm.canary import canary_prompts
 from slipstream.serving.vllm.child import Server, environment, plugin_folder
-from slipstream.serving.vllm.engine import Canary, Limits, VllmEngine
+from slipstream.serving.vllm.engine import Limits, VllmEngine
 from slipstream.serving.vllm.published import shapes_of
 from slipstream.serving.vllm.rows import RowFetcher
 from slipstream.serving.vllm.scrape import values
 from slipstream.serving.vllm.support import check_python, untested
+from slipstream.serving.vllm.updates import Canary
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ async def _serve(config: RunConfig, number: int, endpoint: Path, writer: Metrics
         log.info("%s listens on %s", endpoint.stem, url)
         reporting = asyncio.create_task(_report(replica, writer))
         stack.callback(reporting.cancel)
-        await _first(stopped.wait(), replica.server.ended(), replica.engine.broken.wait())
+        await _first(stopped.wait(), replica.server.ended(), replica.engine.updates.broken.wait())
         if stopped.is_set():
             return 0
         log.critical("vLLM ended, or what it computes is unknown; this replica ends")
@@ -89,19 +90,19 @@ class Replica:
     async def metrics(self) -> dict[str, float]:
         engine = self.engine
         state = await engine.state()
-        verdict = engine.last_verdict
+        verdict = engine.updates.last_verdict
         return {
             **values(await self.api.metrics()),
             "engine/requests/running": state.running,
             "engine/requests/waiting": state.waiting,
             "engine/time/busy_s": state.busy_s,
             "engine/time/uptime_s": state.uptime_s,
-            "engine/time/prepare_s": engine.prepare_s,
-            "engine/time/commit_s": engine.commit_s,
+            "engine/time/prepare_s": engine.updates.prepare_s,
+            "engine/time/commit_s": engine.updates.commit_s,
             "engine/kv/age_max": engine.kv_age_max,
             "engine/version/live": state.live_version,
             "engine/memory/rss_mib": _resident(self.server.pid) / 2**20,
-            "engine/canary/refused": engine.refused_updates,
+            "engine/canary/refused": engine.updates.refused,
             **({} if verdict is None else {"engine/canary/gap_nats": min(verdict.gap, 1e3)}),
         }
 
@@ -177,8 +178,8 @@ async def _report(replica: Replica, writer: MetricsWriter) -> None:
         try:
             found = await replica.metrics()
             writer.log(int(found["engine/version/live"]), found)
-            while replica.engine.spans:
-                start, end = replica.engine.spans.pop(0)
+            while replica.engine.flights.spans:
+                start, end = replica.engine.flights.spans.pop(0)
                 writer.span("busy", start, end, step=int(found["engine/version/live"]))
         except (OSError, EngineError) as error:
             log.error("metrics are lost: %s", error)

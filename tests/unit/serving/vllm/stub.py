@@ -13,7 +13,8 @@ import numpy as np
 from aiohttp import web
 
 from slipstream.serving.vllm.api import Api
-from slipstream.serving.vllm.engine import Canary, Limits, VllmEngine
+from slipstream.serving.vllm.engine import Limits, VllmEngine
+from slipstream.serving.vllm.updates import Canary
 from slipstream.types import GenerateRequest, Sampling
 
 LIMITS = Limits(seq_len=32, vocab_size=50, stop_ids=frozenset({0}), in_flight=4)

@@ -17,7 +17,7 @@ from slipstream.serving import client as client_module
 from slipstream.serving.client import HttpEngine
 from slipstream.serving.members import UrlSource
 from slipstream.serving.pool import EnginePool
-from slipstream.serving.vllm import engine as engine_module
+from slipstream.serving.vllm import updates as updates_module
 from slipstream.serving.vllm.app import make_app
 from slipstream.serving.vllm.engine import VllmEngine
 from slipstream.types import PolicyVersion, TokenPiece
@@ -27,7 +27,7 @@ from tests.waiting import until
 
 @pytest.fixture(autouse=True)
 def _any_files(monkeypatch):
-    monkeypatch.setattr(engine_module, "verify_fits", lambda version, shapes: None)
+    monkeypatch.setattr(updates_module, "verify_fits", lambda version, shapes: None)
 
 
 @asynccontextmanager

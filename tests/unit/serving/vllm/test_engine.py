@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, RequestError
-from slipstream.serving.vllm import engine as engine_module
+from slipstream.serving.vllm import updates as updates_module
 from slipstream.serving.vllm.api import Api
-from slipstream.serving.vllm.engine import UpdateRefused
+from slipstream.serving.vllm.updates import UpdateRefused
 from slipstream.types import PolicyVersion
 from tests.unit.serving.vllm.stub import ask, stubbed
 from tests.waiting import until
@@ -18,7 +18,7 @@ from tests.waiting import until
 @pytest.fixture(autouse=True)
 def _any_files(monkeypatch):
     """What files hold is tested elsewhere: the versions of these tests have none."""
-    monkeypatch.setattr(engine_module, "verify_fits", lambda version, shapes: None)
+    monkeypatch.setattr(updates_module, "verify_fits", lambda version, shapes: None)
 
 
 def version(number: int) -> PolicyVersion:
@@ -48,7 +48,7 @@ async def test_weights_that_compute_something_else_are_undone_and_the_old_versio
         stub.spoil.add("w2")
         with pytest.raises(UpdateRefused, match=r"version 2 is refused, live is 1.*difference 7 nats"):
             await swap(engine, 2)
-        assert (await engine.state()).live_version == 1 and engine.refused_updates == 1 and not engine.broken.is_set()
+        assert (await engine.state()).live_version == 1 and engine.updates.refused == 1 and not engine.updates.broken.is_set()
         assert [call for call in stub.calls if call.startswith("load")] == ["load w1", "load w2", "load w1"]
         assert (await engine.generate(ask("a"))).versions == ((1, 2),)
         stub.spoil.clear()
@@ -71,7 +71,7 @@ async def test_an_engine_that_loads_neither_version_is_broken(tmp_path):
         stub.spoil |= {"w1", "w2"}
         with pytest.raises(EngineUnavailable, match="and 1 fails"):
             await swap(engine, 2)
-        assert engine.broken.is_set() and not engine.ready
+        assert engine.updates.broken.is_set() and not engine.ready
 
 
 async def test_a_first_version_that_fails_leaves_nothing_live(tmp_path):
@@ -131,7 +131,7 @@ async def test_what_runs_when_a_load_is_lost_is_not_delivered(tmp_path):
         await until(lambda: len(stub.bodies) == 1)
         with pytest.raises(EngineUnavailable):
             await swap(engine, 2)
-        assert engine.broken.is_set()
+        assert engine.updates.broken.is_set()
         stub.go.set()
         with pytest.raises(EngineUnavailable, match="send it again"):
             await running
@@ -197,7 +197,7 @@ async def test_an_engine_takes_so_many_requests_and_each_id_once(tmp_path):
             await engine.generate(ask("r1"))
         stub.go.set()
         await asyncio.gather(*running[1:])
-        assert engine.busy_s > 0 and len(engine.spans) == 1
+        assert engine.flights.busy_s > 0 and len(engine.flights.spans) == 1
 
 
 async def test_what_vllm_is_asked_for_is_what_was_asked(tmp_path):
