@@ -181,6 +181,7 @@ def test_a_damaged_block_is_computed_again_and_counted(moe_folder, computed, tmp
 def test_a_store_that_cannot_be_written_is_switched_off_loudly_and_generation_goes_on(
     moe_folder, computed, tmp_path, played, monkeypatch, caplog, tier, code
 ):
+    monkeypatch.setattr(health_module, "RETRY_S", 1e9)
     one = played(moe_folder, **SETUPS[tier](tmp_path))
     store = one.tiers.contents.stores[tier]
 
