@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -61,13 +62,15 @@ def test_a_run_with_shared_experts_trains_on_exact_logprobs_and_survives_the_dea
 @pytest.mark.slow
 def test_a_model_folder_is_served_by_several_processes_that_share_its_experts(job: Small):
     command = [sys.executable, "-m", "slipstream.cli", "engine", "--model", str(job.folder / "model"), "--ranks", "2"]
-    output = job.folder / "served"
+    output, deadline = job.folder / "served", time.monotonic() + RUN_S
     with output.open("w") as file:
         process = subprocess.Popen([*command, "--set", "kv_memory_mib=8"], stdout=file, stderr=file)
     try:
-        wait_until(lambda: output.read_text().count("/v1") == 2 or process.poll() is not None)
-        urls = re.findall(r"serving .* at (\S+)/v1", output.read_text())
-        assert len(urls) == 2, output.read_text()
+        urls: list[str] = []
+        while len(urls) < 2:
+            assert time.monotonic() < deadline and process.poll() is None, output.read_text()
+            time.sleep(0.2)
+            urls = re.findall(r"serving .* at (\S+)/v1", output.read_text())
         body = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
         answers = []
         for url in urls:
