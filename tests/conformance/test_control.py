@@ -114,8 +114,9 @@ async def test_a_paused_engine_holds_its_requests_and_goes_on_where_it_was(live:
 
     def stands_still(state: EngineState) -> bool:
         nonlocal counted
+        assert state.running == 4, "requests end although it is paused"
         before, counted = counted, state.generated_tokens
-        return counted == before and state.running == 4
+        return counted == before
 
     await live.until(stands_still, every_s=0.2)  # a step may have been under way
     await live.engine.resume()  # type: ignore[attr-defined]
