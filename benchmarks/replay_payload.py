@@ -7,7 +7,8 @@ through `encode_completion` and `decode_completion`, for these rows and for synt
 Event loop: rollouts of 131,072 tokens x 75 MoE layers x 8 experts (GLM-5's shape; 79 MB each) pass from an engine server in one process to
 an orchestrator in another: HTTP, decoding, merging into samples, packing, the batch file. The rows are synthetic: uniform over 256 experts,
 which compresses worse than anything real. Everything on the way is the code of a run; the engine alone is scripted, and answers with one
-ready-made completion. A ticker in each process wakes every 5 ms; `loop_stall_ms_max` is the latest that it woke in either.
+ready-made completion. A ticker in each process wakes every 5 ms; `loop_stall_ms_max` is the latest that it woke in either. A third process
+has a loop with nothing but such a ticker: `control_stall_ms_max` is how late the machine made that one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import gc
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,7 @@ def main() -> None:
     rollouts, tokens = (4, 16_384) if args.quick else (args.rollouts, args.tokens)
     real = measure_real(2_000 if args.quick else 20_000)
     large = {"what": "synthetic rows", **speed(synthetic(tokens, args.layers, args.top_k))}
-    server, client = asyncio.run(pass_through(rollouts, tokens, args.layers, args.top_k, args.in_flight))
+    server, client, control = asyncio.run(pass_through(rollouts, tokens, args.layers, args.top_k, args.in_flight))
     headline = {
         "bytes_per_token_raw": real["raw"],
         "bytes_per_token_packed": real["packed"],
@@ -71,8 +73,9 @@ def main() -> None:
         "encode_gb_s": large["encode_gb_s"],
         "decode_gb_s": large["decode_gb_s"],
         "loop_stall_ms_max": max(server["stall_ms_max"], client["stall_ms_max"]),
+        "control_stall_ms_max": control["stall_ms_max"],
     }
-    finish("replay_payload", headline, [real, large, server, client], vars(args), COLUMNS)
+    finish("replay_payload", headline, [real, large, server, client, control], vars(args), COLUMNS)
 
 
 # ---- size and speed ----
@@ -120,24 +123,33 @@ def completion_of(ids_TLK: np.ndarray, name: str = "r/0") -> Completion:
 # ---- the event loop ----
 
 
-async def pass_through(rollouts: int, tokens: int, layers: int, top_k: int, in_flight: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What both processes measured: (engine, orchestrator)."""
+async def pass_through(rollouts: int, tokens: int, layers: int, top_k: int, in_flight: int) -> tuple[dict[str, Any], ...]:
+    """What each process measured: (engine, orchestrator, the idle one)."""
+    with beside(serve, tokens, layers, top_k) as engine, beside(idle) as control:
+        url, _ = await asyncio.to_thread(engine.recv), await asyncio.to_thread(control.recv)
+        client = await consume(url, rollouts, tokens, in_flight)
+        for pipe in (engine, control):
+            pipe.send("stop")
+        server, idled = await asyncio.to_thread(engine.recv), await asyncio.to_thread(control.recv)
+    each = {"rollouts": rollouts, "mb_each": tokens * layers * top_k / 1e6}
+    return (
+        {"what": "engine's loop", **each, **server},
+        {"what": "orchestrator's loop", **each, "mb_per_s": rollouts * each["mb_each"] / client["seconds"], **client},
+        {"what": "idle loop", **idled},
+    )
+
+
+@contextmanager
+def beside(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
+    """`target(pipe, *args)` in a process of its own while the block runs; the other end of the pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, tokens, layers, top_k), daemon=True)
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
     process.start()
-    url = await asyncio.to_thread(ours.recv)
     try:
-        client = await consume(url, rollouts, tokens, in_flight)
-        ours.send("stop")
-        server = await asyncio.to_thread(ours.recv)
+        yield ours
     finally:
         process.terminate()
-    mb = tokens * layers * top_k / 1e6
-    return (
-        {"what": "engine's loop", "rollouts": rollouts, "mb_each": mb, **server},
-        {"what": "orchestrator's loop", "rollouts": rollouts, "mb_each": mb, "mb_per_s": rollouts * mb / client["seconds"], **client},
-    )
 
 
 async def consume(url: str, rollouts: int, tokens: int, in_flight: int) -> dict[str, Any]:
@@ -167,6 +179,20 @@ async def consume(url: str, rollouts: int, tokens: int, in_flight: int) -> dict[
             return {"seconds": time.perf_counter() - begun, **ticks.stop()}
 
 
+def idle(pipe: Connection) -> None:
+    """The control's process."""
+    asyncio.run(ticking(pipe, "ready"))
+
+
+async def ticking(pipe: Connection, ready: str) -> None:
+    """Says that it is ready, and on a word how late the loop was meanwhile."""
+    pipe.send(ready)
+    ticks = Ticker()
+    await asyncio.to_thread(pipe.recv)
+    pipe.send(ticks.stop())
+    await asyncio.sleep(1)
+
+
 def serve(pipe: Connection, tokens: int, layers: int, top_k: int) -> None:
     """The engine's process."""
     asyncio.run(_serve(pipe, tokens, layers, top_k))
@@ -181,11 +207,7 @@ async def _serve(pipe: Connection, tokens: int, layers: int, top_k: int) -> None
     model = warm_model()
     ChatTokenizer.load(model, need_template=False)
     async with serving(driver, model, "127.0.0.1", 0, "token") as (url, _):
-        pipe.send(url)
-        ticks = Ticker()
-        await asyncio.to_thread(pipe.recv)
-        pipe.send(ticks.stop())
-        await asyncio.sleep(1)
+        await ticking(pipe, url)
 
 
 class Scripted:

@@ -5,6 +5,7 @@ Suffixes: T tokens of a row, D documents (samples) of a row, S samples of the ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from slipstream.algorithms.packing import assign
 from slipstream.errors import StateError
+from slipstream.transport.buffers import room
 from slipstream.types import Batch, BoolArray, MicroBatch, Routing, Sample
 
 
@@ -83,13 +85,20 @@ def _routing_rows(row: Sequence[Sample], starts_D: np.ndarray) -> tuple[Any, Boo
     like = next((part.ids_TLK for sample in row for part in sample.routing), None)
     if like is None:
         return None, None
-    ids_TLK = np.zeros((int(starts_D[-1]), *like.shape[1:]), like.dtype)
+    ids_TLK = _zeros((int(starts_D[-1]), *like.shape[1:]), like.dtype)
     valid_T = np.zeros(len(ids_TLK), np.bool_)
     for sample, start in zip(row, starts_D.tolist(), strict=False):
         for part in sample.routing:
             place = slice(start + part.start, start + min(part.start + len(part.valid_T), sample.num_tokens))
             _lay(ids_TLK[place], valid_T[place], part)
     return ids_TLK, valid_T
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """In memory that is used again: as large as anything that a step allocates."""
+    array = np.frombuffer(room(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
+    array[:] = 0
+    return array
 
 
 def _lay(ids_RLK: np.ndarray, valid_R: BoolArray, part: Routing) -> None:

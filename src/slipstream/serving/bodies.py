@@ -1,16 +1,20 @@
 """HTTP bodies of any size without standing in the loop's way: a long rollout's answer carries tens of megabytes of routing rows.
 
 asyncio keeps what a socket does not take at once, and moves it for every piece that leaves: so a large body is handed over in pieces, each
-when the one before has gone. Reading fills one buffer instead of joining thousands of pieces at the end.
+when the one before has gone. Reading fills one buffer instead of joining thousands of pieces at the end. Its memory is there before it is
+filled: pages that came meanwhile would come on the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
 from aiohttp import ClientResponse, StreamReader, web
+
+from slipstream.transport.buffers import room
+from slipstream.transport.threads import off_loop
 
 PIECE_BYTES = 1 << 18
 
@@ -48,7 +52,7 @@ async def read_exactly(body: StreamReader, size: int) -> bytes | memoryview:
     """The next `size` bytes of a body. Raises IncompleteReadError when it ends before."""
     if size <= PIECE_BYTES:
         return await body.readexactly(size)
-    buffer = np.empty(size, np.uint8).data  # its memory comes when it is written to, not all at once
+    buffer = await off_loop(size, partial(room, size))
     filled = 0
     while filled < size:
         piece = await body.read(size - filled)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import StateError
 from slipstream.orchestrator.pack import make_batch, pack
+from slipstream.transport.buffers import KEPT, room
 from slipstream.transport.codec import decode_batch, encode_batch
 from slipstream.types import MicroBatch, Sample
 from tests.unit.orchestrator.made_turns import sample
@@ -51,6 +52,22 @@ def test_every_sample_lies_unchanged_in_exactly_one_row(shapes):
             assert_holds(row, index, place, samples[index])
             seen.append(index)
     assert sorted(seen) == list(range(len(samples)))
+
+
+def test_memory_that_is_used_again_brings_nothing_into_a_row():
+    samples = [sample(30, 0, routed=True), sample(20, 1, routed=False)]
+    (clean,) = pack(samples, 64)
+    assert clean.routing_TLK is not None
+    wanted, size = clean.routing_TLK.copy(), clean.routing_TLK.nbytes
+    del clean
+    dirty = [room(size) for _ in range(KEPT)]
+    for memory in dirty:
+        memory[:] = b"\xff" * size
+    del memory
+    dirty.clear()
+    (row,) = pack(samples, 64)
+    assert np.array_equal(row.routing_TLK, wanted)
+    assert not wanted[documents(row)[1]].any()
 
 
 def test_rows_are_balanced_by_tokens():
