@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import resource
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -31,6 +32,8 @@ app = typer.Typer(
 Files = Annotated[list[Path], typer.Argument(help="Run files (TOML), later ones win", show_default=False)]
 Sets = Annotated[list[str], typer.Option("--set", "-s", help="Override one key: --set trainer.optim.lr=1e-4", show_default=False)]
 ImplOption = Annotated[Literal["auto", "hf"], typer.Option("--impl", help="hf: transformers' modules, for other architectures")]
+MOST_FILES = 1 << 16
+"""Open at one time, where the system permits so many."""
 RunFolder = Annotated[Path, typer.Argument(help="Run folder, such as runs/quickstart", show_default=False)]
 
 
@@ -39,6 +42,7 @@ def main() -> None:
 
     Exit codes: 0 done, 1 the run failed, 2 mistake in the input, 3 the disk is full (then the log may not say so).
     """
+    _allow_open_files()
     try:
         app(standalone_mode=True)
     except (ConfigError, ModelError) as error:
@@ -49,6 +53,13 @@ def main() -> None:
         if error.filename is None:
             raise
         sys.exit(_complain(f"{error.filename}: {error.strerror}", code=NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1))
+
+
+def _allow_open_files() -> None:
+    """As many as this user may have: every request in flight is a connection, and systems begin with 1024, or with 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
 
 
 def _complain(error: SlipstreamError | str, code: int) -> int:

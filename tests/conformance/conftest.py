@@ -130,11 +130,11 @@ class Live:
         await self.engine.prepare(version)
         await self.engine.commit(version.number)
 
-    async def until(self, holds, seconds: float = HUNG_S) -> None:
+    async def until(self, holds, every_s: float = 0.01) -> None:
         """Wait for a state of the engine."""
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(HUNG_S):
             while not holds(await self.engine.state()):  # noqa: ASYNC110  the engine is somewhere else
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(every_s)
 
 
 def check_accounts(material: Material, subject: Subject, request: GenerateRequest, completion: Completion) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.errors import EngineError, EngineUnavailable, RequestError
+from slipstream.types import EngineState
 from tests.conformance.conftest import Live
 from tests.conformance.material import SEQ_LEN, A, B
 from tests.conformance.subjects import CAPACITY, MAX_WAITING
@@ -109,10 +110,15 @@ async def test_a_paused_engine_holds_its_requests_and_goes_on_where_it_was(live:
     await live.until(lambda state: state.running == 4)
     await live.engine.pause()  # type: ignore[attr-defined]
     assert (await live.engine.state()).paused
-    await asyncio.sleep(0.1)
-    before = (await live.engine.state()).generated_tokens
-    await asyncio.sleep(0.2)
-    assert (await live.engine.state()).generated_tokens == before
+    counted = -1
+
+    def stands_still(state: EngineState) -> bool:
+        nonlocal counted
+        assert state.running == 4, "requests end although it is paused"
+        before, counted = counted, state.generated_tokens
+        return counted == before
+
+    await live.until(stands_still, every_s=0.2)  # a step may have been under way
     await live.engine.resume()  # type: ignore[attr-defined]
     for request, completion in await asyncio.gather(*tasks):
         live.check(A, request, completion)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,13 +11,12 @@ from types import MappingProxyType
 
 import pytest
 
+from slipstream.launch.local import free_port
+
 
 def start(world: int, *command: str, env: Mapping[str, str] = MappingProxyType({})) -> list[subprocess.Popen[str]]:
     """Processes that find each other, as torchrun would start them. `env`: on top of that."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen([sys.executable, *command], env={**common, "RANK": str(rank), **env}, stderr=subprocess.PIPE, text=True)
         for rank in range(world)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import RUN_S
+
 RUN_FILE = """
 max_steps = 30
 [model]
@@ -46,7 +48,7 @@ interval = 4
 """
 
 
-def slipstream(*args: str | Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def slipstream(*args: str | Path, timeout: float = RUN_S) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slipstream.cli", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
@@ -63,7 +65,7 @@ class Job:
         sets = [f"name={name}", f"runs_dir={self.runs}"]
         return [sys.executable, "-m", "slipstream.cli", "rl", str(self.config), *(x for s in sets for x in ("--set", s)), *extra]
 
-    def rl(self, name: str, *extra: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def rl(self, name: str, *extra: str, timeout: float = RUN_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(self.command(name, *extra), capture_output=True, text=True, timeout=timeout, check=False)
 
     def summary(self, name: str) -> dict:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.waiting import RUN_S
+
 RUN_FILE = """
 [model]
 path = "{model}"
@@ -47,7 +49,7 @@ class Small:
         sets = ("--set", "name=r", "--set", f"runs_dir={self.folder}")
         return [sys.executable, "-m", "slipstream.cli", "rl", str(self.folder / "run.toml"), *sets, *extra]
 
-    def rl(self, *extra: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def rl(self, *extra: str, timeout: float = RUN_S) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, **self.env}
         return subprocess.run(self.command(*extra), env=env, capture_output=True, text=True, timeout=timeout, check=False)
 

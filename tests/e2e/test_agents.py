@@ -18,9 +18,10 @@ STEPS, SAMPLES = 6, 32
 @pytest.fixture(scope="module")
 def finished(job: Job) -> Job:
     config = job.config.with_name("agents.toml")
-    config.write_text(job.config.read_text().replace('id = "calculator"', 'id = "calculator-agent"'))
+    config.write_text(job.config.read_text().replace('id = "calculator"', 'id = "calculator-agent"\nturn_timeout_s = 600'))
     agents = Job(config, job.runs)
-    result = agents.rl("agents", "--set", f"max_steps={STEPS}", "--set", f"orchestrator.batch.samples={SAMPLES}")
+    sets = (f"max_steps={STEPS}", f"orchestrator.batch.samples={SAMPLES}", "orchestrator.concurrency.max=64")
+    result = agents.rl("agents", *(part for each in sets for part in ("--set", each)))
     assert result.returncode == 0, result.stderr
     return agents
 

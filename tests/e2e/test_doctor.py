@@ -13,6 +13,7 @@ import pytest
 
 import slipstream
 from slipstream.models.maker import PRESETS
+from tests.waiting import RUN_S
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE = Path(slipstream.__file__).parent
@@ -26,7 +27,7 @@ def doctor(folder: Path, preset: str, run_file: str, *extra: str, source: Path =
     command = [sys.executable, "-m", "slipstream.cli", "doctor", str(REPOSITORY / "configs" / run_file), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(source.parent)}
     command += ["--set", f"model.path={model}", *extra]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     return result.returncode, {row["check"]: row for row in rows}, result.stderr
 

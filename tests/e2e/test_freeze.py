@@ -33,7 +33,7 @@ def test_a_reward_function_that_freezes_the_process_costs_its_task_not_the_run(t
     (tmp_path / "freezing.py").write_text(ENV.format(kind=kind))
     job = replace(small(tmp_path, raw_model), env={"PYTHONPATH": str(tmp_path)})
     text = (tmp_path / "run.toml").read_text()
-    text = text.replace('"reverse-text"', '"freezing:Freezing"').replace("filters", "max_freeze_s = 3\nfilters")
+    text = text.replace('"reverse-text"', '"freezing:Freezing"').replace("filters", "max_freeze_s = 10\nfilters")
     (tmp_path / "run.toml").write_text(text)
     ended = job.rl("--set", "max_steps=6")
     assert ended.returncode == 0, ended.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from slipstream.observe.summary import summarise
 from slipstream.trainer import checkpoint
 from tests.e2e.small import small
+from tests.waiting import RUN_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -48,15 +48,13 @@ def fill(disk: Path) -> None:
 def test_a_disk_that_fills_up_costs_time_only(disk: Path, raw_model: Path, leave: int):
     job = small(disk, raw_model)
     process = subprocess.Popen(job.command("--set", "max_steps=3000"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not (job.run / "checkpoints" / "step_000004").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: (job.run / "checkpoints" / "step_000004").exists() or process.poll() is not None, RUN_S)
+    assert process.poll() is None
     reserve = disk / "reserve"
     reserve.write_bytes(bytes(leave))
     fill(disk)
     reserve.unlink()
-    _, shown = process.communicate(timeout=120)
+    _, shown = process.communicate(timeout=RUN_S)
     assert process.returncode == 1
     assert "No space left on device" in shown or "is full" in shown, shown
     assert "Traceback" not in shown and "--resume" in shown, shown

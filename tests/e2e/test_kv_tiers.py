@@ -18,7 +18,7 @@ def engine_values(job: Job, name: str) -> dict[str, float]:
 
 
 def test_a_run_on_a_small_device_learns_and_replays_every_row(job: Job, tmp_path):
-    tiers = {"ram_mib": 1, "disk_path": tmp_path / "disk", "disk_mib": 64, "min_tokens": 16}
+    tiers = {"ram_mib": 1, "disk_path": tmp_path / "disk", "disk_mib": 64, "min_tokens": 16, "fetch_timeout_s": 60}
     sets = ["max_steps=12", "engine.kv_memory_mib=1", *(f"engine.tiers.{key}={value}" for key, value in tiers.items())]
     result = job.rl("tiered", *(x for s in sets for x in ("--set", s)))
     assert result.returncode == 0, result.stderr

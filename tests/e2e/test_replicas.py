@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.observe.metrics import read_metrics
 from tests.e2e.conftest import Job
+from tests.waiting import RUN_S
 
 pytestmark = pytest.mark.slow
 REPLICAS = 2
@@ -44,7 +45,7 @@ def test_a_replica_that_is_killed_costs_nothing_but_time(job: Job):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    killed, deadline = 0, time.monotonic() + 240
+    killed, deadline = 0, time.monotonic() + RUN_S
     while process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -18,6 +18,7 @@ from slipstream.config.envs import EnvConfig
 from slipstream.envs.base import load_env
 from slipstream.envs.calculator import TOOL, calculate
 from tests.e2e.conftest import RUN_FILE, slipstream
+from tests.waiting import HUNG_S
 
 ARGS = {"max_operand": 9, "num_train": 1500, "num_eval": 128}
 QUESTIONS = 12
@@ -40,7 +41,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
             said = server.stdout.readline()
             found = re.search(r"http://\S+/v1", said)
             assert found, said
-            with openai.OpenAI(base_url=found.group(), api_key="any", max_retries=0, timeout=60) as connected:
+            with openai.OpenAI(base_url=found.group(), api_key="any", max_retries=0, timeout=HUNG_S) as connected:
                 yield connected
         finally:
             server.send_signal(signal.SIGTERM)

@@ -17,6 +17,7 @@ import pytest
 from slipstream.observe.metrics import read_metrics
 from tests.e2e.conftest import slipstream
 from tests.e2e.small import Small, small
+from tests.waiting import HUNG_S, RUN_S, wait_until
 
 WIDE = ("engine.replicas=2", "engine.ep={ranks = 2, redundant_experts = 1, rebalance_steps = 50}", "engine.on_update=recompute")
 
@@ -43,12 +44,10 @@ def every(run: Path, key: str) -> list[float]:
 @pytest.mark.slow
 def test_a_run_with_shared_experts_trains_on_exact_logprobs_and_survives_the_death_of_a_rank(job: Small):
     process = subprocess.Popen(job.command(*sets("max_steps=10")), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    weights, deadline = job.run / "weights", time.monotonic() + 120
-    while time.monotonic() < deadline and not (weights / "v000004").exists():
-        time.sleep(0.1)
+    wait_until(lambda: (job.run / "weights" / "v000004").exists() or process.poll() is not None, RUN_S)
     victim = json.loads((job.run / "endpoints" / "engine-1.json").read_text())["pid"]
     os.kill(victim, signal.SIGKILL)
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=RUN_S)
     assert process.returncode == 0, output
     assert "engine-1 was killed by SIGKILL; starting it and the rest of engines-0 again" in output
     assert output.count("starting it") == 1, "the others are ended with it, and are not one death more"
@@ -63,7 +62,7 @@ def test_a_run_with_shared_experts_trains_on_exact_logprobs_and_survives_the_dea
 @pytest.mark.slow
 def test_a_model_folder_is_served_by_several_processes_that_share_its_experts(job: Small):
     command = [sys.executable, "-m", "slipstream.cli", "engine", "--model", str(job.folder / "model"), "--ranks", "2"]
-    output, deadline = job.folder / "served", time.monotonic() + 120
+    output, deadline = job.folder / "served", time.monotonic() + RUN_S
     with output.open("w") as file:
         process = subprocess.Popen([*command, "--set", "kv_memory_mib=8"], stdout=file, stderr=file)
     try:
@@ -75,9 +74,9 @@ def test_a_model_folder_is_served_by_several_processes_that_share_its_experts(jo
         body = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
         answers = []
         for url in urls:
-            with urllib.request.urlopen(f"{url}/v1/completions", json.dumps(body).encode(), timeout=30) as response:
+            with urllib.request.urlopen(f"{url}/v1/completions", json.dumps(body).encode(), timeout=HUNG_S) as response:
                 answers.append(json.load(response)["choices"][0]["text"])
         assert answers[0] == answers[1]
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(HUNG_S)

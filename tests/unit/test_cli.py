@@ -1,5 +1,7 @@
 """Mistakes at the command line end in a line that names the thing and what to do, never in a traceback."""
 
+import resource
+
 import pytest
 from typer.testing import CliRunner
 
@@ -32,6 +34,16 @@ def run(monkeypatch, capsys, *args):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return ended.value.code, capsys.readouterr().err
+
+
+def test_a_command_takes_as_many_open_files_as_it_may_have(monkeypatch, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert run(monkeypatch, capsys, "--help")[0] == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, cli.MOST_FILES), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 COMMANDS = {

@@ -50,7 +50,7 @@ LOGPROB_LIMIT = 1e-4
 """Nats, of one token that is sampled twice."""
 KL_LIMIT = 1e-8
 """Mean of r - log r - 1 over sampled tokens, r = p trainer / p engine; differences of 1e-4 nats give half of it."""
-WORLD_TIMEOUT_S = 300.0
+WORLD_TIMEOUT_S = 1200.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from slipstream.trainer.team import Team, follow
 from slipstream.transport.codec import decode_batch
 from slipstream.types import Batch
 
-COLLECTIVE_S = 120.0
+COLLECTIVE_S = 300.0
 TRAINER_FILE = "trainer.toml"
 OTHER_EXPERTS, REPLAY_OFF = "other experts", "replay off"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from slipstream.envs.frozen import suspects
-from slipstream.errors import NO_SPACE, SlipstreamError
+from slipstream.errors import NO_SPACE, SlipstreamError, StateError
 from slipstream.launch.topology import ProcessSpec
 
 POLL_S = 0.25
@@ -30,6 +31,8 @@ GROUP_GRACE_S = 2.0
 MAX_RESTARTS = 20
 """Restarts of one engine within RESTART_WINDOW_S after which it is considered broken, not unlucky."""
 RESTART_WINDOW_S = 600.0
+PORTS = range(15_000, 20_000)
+"""For processes that have to meet. Linux gives connections ports from 32768 up, others from 49152."""
 FULL_BYTES = 1 << 20
 """A disk with less free space is called full."""
 MAX_FREEZES = 5
@@ -189,10 +192,14 @@ def _end(processes: list[subprocess.Popen[bytes]], grace_s: float) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of this machine that nobody uses now. It is one of those that no system gives to outgoing connections by itself, so that
+    it is still free when a process that has to start first listens on it.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise StateError(f"no TCP port from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 def how_ended(code: int) -> str:

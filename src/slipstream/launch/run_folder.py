@@ -56,6 +56,8 @@ CHANGEABLE = (
 """Settings that may differ when a run is resumed: among them each one that an error message says to change."""
 ENDING_S = 60.0
 """How long a new start waits for the roles of a killed supervisor: the trainer ends its step and writes a checkpoint."""
+UNSEEN_S = 5.0
+"""How long somebody may hold the folder whom /proc does not show: a process that is just ending, which takes its time on a busy machine."""
 PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "aiohttp", "pyarrow")
 
 
@@ -90,7 +92,7 @@ def _lock(folder: Path, handle: int) -> None:
             others, now = holders(folder), time.monotonic()
         known = now if others else known
         names = ", ".join(f"{title} (process {pid})" for pid, title in others.items()) or "another process"
-        if not all(title.startswith("slipstream ") for title in others.values()) or now > known + 1:
+        if not all(title.startswith("slipstream ") for title in others.values()) or now > known + UNSEEN_S:
             raise ConfigError(
                 f"two runs on one folder: {folder} is in use by {names}. Wait for it, stop it, or choose another name with --set name=..."
             )

@@ -32,7 +32,7 @@ def _counts(run_folder: Path) -> dict[str, Any] | None:
     path = Path(run_folder) / LEDGER
     if not path.exists():
         return None
-    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10, isolation_level=None)) as ledger:
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=60, isolation_level=None)) as ledger:
         ledger.execute("begin")  # one snapshot for all counts: the orchestrator may be writing
         if not ledger.execute("select 1 from sqlite_master where name = 'rollouts'").fetchone():
             return None

@@ -4,7 +4,8 @@ It knows no op: each op module passes pointers and sizes. The shared library lie
 source, the flags and the processor, so that a changed source or another machine gets its own; it is written under a temporary
 name and renamed, so that processes starting together cannot see half a file.
 
-Cache: $SLIPSTREAM_CACHE, else $XDG_CACHE_HOME/slipstream, else ~/.cache/slipstream. Compiler: $CC, else `cc`.
+Cache: $SLIPSTREAM_CACHE, else $XDG_CACHE_HOME/slipstream, else ~/.cache/slipstream; where that cannot be written, as in some containers,
+a private folder among the temporary files. Compiler: $CC, else `cc`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import hashlib
 import os
 import platform
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -60,7 +62,7 @@ def library() -> ctypes.CDLL | None:
         reason = getattr(error, "stderr", None) or error
         warnings.warn(
             f"slipstream: the native CPU kernels could not be compiled, so the much slower torch reference serves instead. "
-            f"Install a C compiler (cc, or name one in CC). Reason: {reason}",
+            f"Install a C compiler (cc, or name one in CC), or name a folder that can be written in SLIPSTREAM_CACHE. Reason: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -122,7 +124,22 @@ def _cache_folder() -> Path:
     named = os.environ.get("SLIPSTREAM_CACHE")
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return _temporary_folder()
+    return folder if os.access(folder, os.W_OK) else _temporary_folder()
+
+
+def _temporary_folder() -> Path:
+    """One that nobody else can write: what lies in it is loaded as code. Raises OSError when somebody else has made it."""
+    folder = Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(f"{folder} is not this user's own, private folder: delete it, or name another one in SLIPSTREAM_CACHE")
+    return folder
 
 
 def _compiled(folder: Path) -> Path:

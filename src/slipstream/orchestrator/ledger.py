@@ -77,7 +77,7 @@ class Ledger:
         self._durable = synchronous == "FULL"
         self._path = str(path)
         with self._errors():
-            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db = sqlite3.connect(path, timeout=60, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute(f"PRAGMA synchronous = {'NORMAL' if self._durable else 'OFF'}")
             self._db.executescript(_SCHEMA)

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.waiting import HUNG_S
+
 LIGHT = [
     "slipstream.types",
     "slipstream.ports",
@@ -34,7 +36,7 @@ LIGHT = [
 
 def test_light_modules_import_with_torch_blocked():
     code = "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n" + "\n".join(f"import {name}" for name in LIGHT)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
 
 

@@ -18,6 +18,7 @@ from tests.unit.engine.helpers import ask, make_engine
 from tests.unit.engine.test_disaggregation import pair
 from tests.unit.engine.test_speculation import EAGER, repeating
 from tests.unit.engine.test_weights import publish, swap
+from tests.waiting import HUNG_S
 
 FORMS = [("float32", "auto"), ("float32", "float8"), ("bfloat16", "auto"), ("bfloat16", "float8"), ("float8", "float8")]
 UPDATES = [{"on_update": "keep"}, {"on_update": "recompute"}, {"on_update": "abort"}, {"max_kv_age": 0}, {"max_kv_age": 1}]
@@ -124,7 +125,7 @@ async def test_a_prefill_engine_with_guesses_tiers_and_a_cache_in_fp8(moe_folder
     engines = [shrink(make_engine(moe_folder, **form, **more)) for _ in range(2)]
     done: dict[str, Completion] = {}
     with closing(engines[0]), closing(engines[1]):
-        async with pair(*engines, DisaggregationConfig(timeout_s=60)) as both:
+        async with pair(*engines, DisaggregationConfig(timeout_s=HUNG_S)) as both:
             for request in requests():
                 done[request.id] = await both.generate(request)
             tiers = {tier for completion in done.values() for tier in completion.cached_by_tier}
@@ -151,7 +152,7 @@ async def test_an_update_between_prefill_and_decode(moe_folder: Path, published,
     engines = [shrink(make_engine(moe_folder, **form, tiers=TiersConfig(ram_mib=1, min_tokens=4)), 80) for _ in range(2)]
     bound = 0 if update.get("on_update") == "recompute" else update.get("max_kv_age")
     with closing(engines[0]), closing(engines[1]):
-        async with pair(*engines, DisaggregationConfig(timeout_s=60)) as both:
+        async with pair(*engines, DisaggregationConfig(timeout_s=HUNG_S)) as both:
             done = []
             for version in published:
                 under_way = [asyncio.create_task(both.generate(replace(r, id=f"{r.id}/{version.number}"))) for r in requests()]

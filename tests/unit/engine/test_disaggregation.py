@@ -21,8 +21,9 @@ from slipstream.engine.handoff.source import HandoffSource
 from slipstream.engine.local import local_engine
 from slipstream.types import Completion, GenerateRequest
 from tests.unit.engine.helpers import ask, make_engine, prompt, run
+from tests.waiting import HUNG_S, until
 
-CONFIG = DisaggregationConfig(timeout_s=20)
+CONFIG = DisaggregationConfig(timeout_s=HUNG_S)
 
 
 @dataclass
@@ -78,7 +79,7 @@ def requests() -> list[GenerateRequest]:
 @pytest.mark.parametrize("transport", ["shared_memory", "socket"])
 async def test_tokens_logprobs_and_routing_are_those_of_one_engine(moe_folder: Path, dtype: str, transport):
     expected = run(make_engine(moe_folder, dtype=dtype, max_step_tokens=64), requests())
-    config = DisaggregationConfig(transport=transport, timeout_s=20)
+    config = DisaggregationConfig(transport=transport, timeout_s=HUNG_S)
     engines = [make_engine(moe_folder, dtype=dtype, max_step_tokens=64) for _ in range(2)]
     async with pair(*engines, config) as both:
         got = await asyncio.gather(*(both.generate(request) for request in requests()))
@@ -148,11 +149,7 @@ async def test_a_slow_peer_is_waited_for_until_the_deadline(moe_folder):
     async with pair(prefill, make_engine(moe_folder), DisaggregationConfig(timeout_s=0.2)) as both:
         got = await both.generate(ask("r", prompt(5, 60)))
         assert both.driver.handoffs["failures"] == 1 and both.source.peers.failures["deadline"] == 1
-        for _ in range(500):  # the prefill engine drops the work: nobody waits for it
-            if not prefill.state().waiting:
-                break
-            await asyncio.sleep(0.01)
-        assert prefill.state().waiting == 0
+        await until(lambda: not prefill.state().waiting)  # the prefill engine drops the work: nobody waits for it
     same(got, run(make_engine(moe_folder), [ask("r", prompt(5, 60))])["r"])
 
 
@@ -161,14 +158,10 @@ async def test_an_aborted_request_ends_its_prefill(moe_folder):
     prefill.pause()
     async with pair(prefill, make_engine(moe_folder)) as both:
         task = asyncio.create_task(both.generate(ask("r", prompt(5, 60))))
-        while not prefill.state().waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: prefill.state().waiting)
         task.cancel()
-        for _ in range(500):
-            if not prefill.state().waiting:
-                break
-            await asyncio.sleep(0.01)
-        assert prefill.state().waiting == 0 and both.driver.handoffs["failures"] == 0
+        await until(lambda: not prefill.state().waiting)
+        assert both.driver.handoffs["failures"] == 0
 
 
 async def test_an_engine_that_ends_does_not_wait_for_its_handoffs(moe_folder):
@@ -176,10 +169,9 @@ async def test_an_engine_that_ends_does_not_wait_for_its_handoffs(moe_folder):
     prefill.pause()
     async with pair(prefill, make_engine(moe_folder)) as both:
         task = asyncio.create_task(both.generate(ask("r", prompt(5, 60))))
-        while not prefill.state().waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: prefill.state().waiting)
         both.source.close()
-        await asyncio.wait_for(asyncio.to_thread(both.source._threads.shutdown), 5)
+        await asyncio.wait_for(asyncio.to_thread(both.source._threads.shutdown), HUNG_S / 2)
         same(await task, run(make_engine(moe_folder), [ask("r", prompt(5, 60))])["r"])
 
 

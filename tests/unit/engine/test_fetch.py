@@ -14,6 +14,7 @@ from tests.unit.engine.helpers import ask, make_engine, prompt, run
 from tests.unit.engine.sources import held_by, with_source
 from tests.unit.engine.test_failed_step import fail_once
 from tests.unit.engine.test_weights import publish, swap
+from tests.waiting import HUNG_S
 
 PROMPT = prompt(1, 41)
 
@@ -239,7 +240,7 @@ def test_without_a_prefix_cache_no_source_is_asked(moe_folder, computed):
 @pytest.mark.parametrize("arrives", [True, False], ids=["it arrives", "it is late"])
 async def test_the_driver_wakes_when_a_fetch_ends(moe_folder, computed, arrives):
     engine = make_engine(moe_folder)
-    source = with_source(engine, held=computed[1], timeout_s=30.0 if arrives else 0.1)
+    source = with_source(engine, held=computed[1], timeout_s=HUNG_S if arrives else 0.1)
 
     def arrive() -> None:
         while not source.fetches:
@@ -251,7 +252,7 @@ async def test_the_driver_wakes_when_a_fetch_ends(moe_folder, computed, arrives)
     async with local_engine(engine) as driver:
         if arrives:
             thread.start()
-        done = await asyncio.wait_for(driver.generate(ask("a", PROMPT, temperature=1.0, seed=5)), 20)
+        done = await asyncio.wait_for(driver.generate(ask("a", PROMPT, temperature=1.0, seed=5)), HUNG_S / 2)
     if arrives:
         thread.join()
     source.fetches[0].wake()  # after the loop has ended: must not raise

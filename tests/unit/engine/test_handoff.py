@@ -29,6 +29,7 @@ from slipstream.errors import EngineUnavailable
 from slipstream.serving.keys import extend_keys
 from slipstream.types import GenerateRequest
 from tests.unit.engine.helpers import SEQ_LEN, ask, make_engine, prompt, run
+from tests.waiting import HUNG_S, until
 
 TOKEN = "the run's token"
 ASKER = Asker(TOKEN, "blocks of 8", 0, "f")
@@ -73,7 +74,7 @@ class Listening(NamedTuple):
 
 @asynccontextmanager
 async def listening(prefiller: FakePrefiller, layout: str = "blocks of 8", shared: bool = True) -> AsyncIterator[tuple[Listening, str]]:
-    config = DisaggregationConfig(transport="auto" if shared else "socket", timeout_s=5)
+    config = DisaggregationConfig(transport="auto" if shared else "socket", timeout_s=HUNG_S)
     listener = HandoffListener(prefiller, Form(layout, SIZE, 4), SEQ_LEN, TOKEN, config, counts := Counter())
     address = listener.start("127.0.0.1", 0)
     try:
@@ -83,7 +84,7 @@ async def listening(prefiller: FakePrefiller, layout: str = "blocks of 8", share
 
 
 def fetching(
-    count: int = 3, first: int = 0, salt: int = 0, transport: Transport = "auto", timeout_s: float = 5, told=lambda: None
+    count: int = 3, first: int = 0, salt: int = 0, transport: Transport = "auto", timeout_s: float = HUNG_S, told=lambda: None
 ) -> Reception:
     return Reception(Fetch("r", salt, first, count), SIZE, transport, time.monotonic() + timeout_s, lambda: 7, told)
 
@@ -91,15 +92,6 @@ def fetching(
 async def receive(reception: Reception, address: str, asker: Asker = ASKER, blocks: int = 3) -> Reception:
     await asyncio.to_thread(reception.run, address, asker, prompt(1, blocks * 4 + 1))
     return reception
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """What other threads do has no event to wait for."""
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came about")
 
 
 def code(reception: Reception) -> str:
@@ -212,10 +204,10 @@ async def test_a_decode_engine_that_loses_interest_ends_the_prefill():
     async with listening(prefiller) as (_, address):
         reception = fetching()
         task = asyncio.create_task(receive(reception, address))
-        await until(lambda: bool(prefiller.requests))
+        await until(lambda: prefiller.requests)
         reception.cancel()
         assert code(await task) in ("away", "cancelled")
-        await asyncio.to_thread(prefiller.cancelled.wait, 5)
+        await asyncio.to_thread(prefiller.cancelled.wait, HUNG_S)
     assert prefiller.cancelled.is_set()
 
 
@@ -249,7 +241,7 @@ class served_by:
     def _run(self) -> None:
         sock, _ = self._server.accept()
         with sock, suppress(HandoffError):
-            self._answer(Line(sock, time.monotonic() + 5))
+            self._answer(Line(sock, time.monotonic() + HUNG_S))
 
     def __exit__(self, *_: object) -> None:
         self._thread.join()
@@ -415,7 +407,7 @@ async def test_what_a_decode_engine_receives_is_what_it_would_have_computed(moe_
     async with local_engine(peer) as driver:
         listener = HandoffListener(driver, Form("l", peer.blocks.block_bytes, 4), SEQ_LEN, TOKEN, DisaggregationConfig(), Counter())
         address = listener.start("127.0.0.1", 0)
-        reception = Reception(Fetch("r", 0, 1, 14), peer.blocks.block_bytes, transport, time.monotonic() + 5, lambda: 0, lambda: None)
+        reception = Reception(Fetch("r", 0, 1, 14), peer.blocks.block_bytes, transport, time.monotonic() + HUNG_S, lambda: 0, lambda: None)
         await asyncio.to_thread(reception.run, address, Asker(TOKEN, "l", *driver.weights()), tokens_T)
         listener.close()
     assert (code(reception), reception.complete) == ("", 14)
@@ -437,7 +429,7 @@ async def test_blocks_that_the_prefill_engine_has_already_are_sent_without_compu
         before = peer.tokens_prefilled
         listener = HandoffListener(driver, Form("l", peer.blocks.block_bytes, 4), SEQ_LEN, TOKEN, DisaggregationConfig(), Counter())
         address = listener.start("127.0.0.1", 0)
-        reception = Reception(Fetch("r", 0, 0, 15), peer.blocks.block_bytes, "auto", time.monotonic() + 5, lambda: 0, lambda: None)
+        reception = Reception(Fetch("r", 0, 0, 15), peer.blocks.block_bytes, "auto", time.monotonic() + HUNG_S, lambda: 0, lambda: None)
         await asyncio.to_thread(reception.run, address, Asker(TOKEN, "l", *driver.weights()), tokens_T)
         listener.close()
     assert reception.complete == 15 and peer.tokens_prefilled - before <= 1

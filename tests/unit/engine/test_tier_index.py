@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -16,6 +15,7 @@ from slipstream.engine.tiers.hierarchy import DISK, RAM, SHARED, Tiers
 from slipstream.engine.tiers.index import Place, Tier, by_name, key_of
 from slipstream.errors import WireError
 from slipstream.types import GenerateRequest, Sampling
+from tests.waiting import HUNG_S, wait_until
 
 SIZE, RAM_BLOCKS, DISK_BLOCKS, SHARED_BLOCKS = 64, 3, 4, 6
 WEIGHTS = {0: b"a" * 16, 1: b"b" * 16}
@@ -81,8 +81,7 @@ class TiersMachine(RuleBasedStateMachine):
         config = TiersConfig(ram_mib=1, min_tokens=1, scan_s=3600, **paths)  # type: ignore[arg-type]
         self.tiers = Tiers(config, self.blocks, self.stores)  # type: ignore[arg-type]
         self.tiers.use(range(2), WEIGHTS)
-        while not self.tiers.writer.scan_at:
-            time.sleep(0.001)  # the writer's first look
+        wait_until(lambda: self.tiers.writer.scan_at)  # the writer's first look
         for name, capacity in ((RAM, RAM_BLOCKS), (DISK, DISK_BLOCKS), (SHARED, SHARED_BLOCKS)):
             self.tiers.contents.tiers[name].capacity = capacity
 
@@ -98,7 +97,7 @@ class TiersMachine(RuleBasedStateMachine):
             return
         over = threading.Event()
         fetch = self.tiers.start(REQUEST, keys[:found], over.set)
-        assert fetch.arrived or over.wait(30)
+        assert fetch.arrived or over.wait(HUNG_S)
         self.blocks.written.clear()
         complete = fetch.write(range(found), found)
         assert fetch.done and complete <= found

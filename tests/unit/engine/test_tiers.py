@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.maker import make_model
 from tests.unit.engine.helpers import Reference, ask, make_engine, prompt, write_model
 from tests.unit.engine.test_weights import publish, swap
+from tests.waiting import HUNG_S
 
 PROMPTS = [prompt(seed, 41 + seed) for seed in range(6)]
 DEVICE_BLOCKS = 30
@@ -28,7 +29,7 @@ class Played:
     """An engine with a small device, what it answers, and its tiers; closed at the end of the test."""
 
     def __init__(self, folder, dtype="float32", version=0, device_blocks=DEVICE_BLOCKS, on_update="keep", max_kv_age=None, **tiers):
-        tiers = {"min_tokens": 4, "scan_s": 0.02, **tiers}
+        tiers = {"min_tokens": 4, "scan_s": 0.02, "fetch_timeout_s": HUNG_S, **tiers}
         options = {"on_update": on_update, "max_kv_age": max_kv_age, "max_running": 2}
         self.engine = make_engine(folder, dtype=dtype, version=version, kv_memory_mib=2, tiers=TiersConfig(**tiers), **options)
         pool = self.engine._scheduler.pool
@@ -180,6 +181,7 @@ def test_a_damaged_block_is_computed_again_and_counted(moe_folder, computed, tmp
 def test_a_store_that_cannot_be_written_is_switched_off_loudly_and_generation_goes_on(
     moe_folder, computed, tmp_path, played, monkeypatch, caplog, tier, code
 ):
+    monkeypatch.setattr(health_module, "RETRY_S", 1e9)
     one = played(moe_folder, **SETUPS[tier](tmp_path))
     store = one.tiers.contents.stores[tier]
 
@@ -212,27 +214,35 @@ def test_a_folder_deleted_under_it_is_made_again(moe_folder, computed, tmp_path,
 
 
 def test_a_disk_that_hangs_costs_one_deadline_and_is_then_left_alone(moe_folder, computed, tmp_path, played, monkeypatch, caplog):
-    one = played(moe_folder, fetch_timeout_s=0.2, **SETUPS[DISK](tmp_path))
+    monkeypatch.setattr(health_module, "RETRY_S", 1e9)
+    one = played(moe_folder, **SETUPS[DISK](tmp_path))
     one.spill()
-    real = one.tiers.contents.stores[DISK].read
+    one.tiers.timeout_s = 0.2
+    asked, over = [], threading.Event()
 
-    def slow(key, place):
-        time.sleep(0.5)
-        return real(key, place)
+    def hangs(key, place):
+        asked.append(key)
+        over.wait()
+        raise OSError("gone")
 
-    monkeypatch.setattr(one.tiers.contents.stores[DISK], "read", slow)
-    started = time.monotonic()
-    assert same(one.play(range(4)), computed[:4])
-    assert one.engine._scheduler.fetches.ended["late"] == 1 and caplog.text.count("fetch_timeout_s = 0.2") == 1
-    assert time.monotonic() - started < 60
+    monkeypatch.setattr(one.tiers.contents.stores[DISK], "read", hangs)
+    try:
+        assert same(one.play(range(4)), computed[:4])
+    finally:
+        over.set()
+    assert len(asked) == 1 and one.engine._scheduler.fetches.ended["late"] == 1
+    assert caplog.text.count("fetch_timeout_s = 0.2") == 1
 
 
 def test_a_slow_writer_drops_blocks_and_steps_go_on(moe_folder, computed, tmp_path, played, monkeypatch):
     one = played(moe_folder, **SETUPS[DISK](tmp_path))
     one.tiers.writer.queue_blocks = 3
     real = one.tiers.contents.stores[DISK].write
-    monkeypatch.setattr(one.tiers.contents.stores[DISK], "write", lambda *a: (time.sleep(0.02), real(*a)))
-    assert same(one.spill(), computed)
+    go = threading.Event()
+    monkeypatch.setattr(one.tiers.contents.stores[DISK], "write", lambda *a: (go.wait(HUNG_S), real(*a)))
+    assert same(one.play(range(len(PROMPTS)), settle=False), computed)
+    go.set()
+    assert one.tiers.flush()
     assert one.value("dropped") > 0 and 0 < len(files(tmp_path)) < 40
     assert same(one.play(range(len(PROMPTS))), computed)
 

@@ -8,6 +8,7 @@ import pytest
 from slipstream.config.envs import EnvConfig
 from slipstream.envs.base import BUILT_IN, Env, count_tasks, draw_task, load_env
 from slipstream.errors import ConfigError, EnvError, StateError
+from tests.waiting import HUNG_S
 
 HERE = [id_ for id_ in BUILT_IN if id_ != "calculator-agent" or find_spec("agents")]
 """Those whose optional package is installed."""
@@ -140,7 +141,7 @@ def test_environments_and_the_player_import_without_torch():
         "import slipstream.envs.reverse_text, slipstream.orchestrator.samples, slipstream.orchestrator.pack\n"
         "import slipstream.orchestrator.filters, slipstream.orchestrator.curriculum\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HUNG_S)
 
 
 @pytest.mark.parametrize(("count", "reason"), [("none", "is 0; expected at least 1"), ("raises", "raised FileNotFoundError: tasks.json")])

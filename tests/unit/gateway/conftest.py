@@ -22,9 +22,10 @@ from slipstream.serving.gateway.session import Session
 from slipstream.types import Sampling
 from tests.unit.chat.made import write_tokenizer
 from tests.unit.server.scripted import ScriptedEngine
+from tests.waiting import HUNG_S
 
 TOKEN = "the-token"
-LIMITS = Limits(seq_len=512, turn_timeout_s=10.0)
+LIMITS = Limits(seq_len=512, turn_timeout_s=HUNG_S)
 
 
 @dataclass
@@ -75,7 +76,7 @@ async def start(tokenizer):
                 engine = ScriptedEngine(lambda _: ids_of(tokenizer, next(texts)), seq_len=512)
             driver = await stack.enter_async_context(local_engine(engine))
             gateway = Gateway(driver, tokenizer, "policy", 512, TOKEN, config or GatewayConfig())
-            url = await stack.enter_async_context(serving(gateway, "127.0.0.1", 0, 10.0))
+            url = await stack.enter_async_context(serving(gateway, "127.0.0.1", 0, HUNG_S))
             http = await stack.enter_async_context(aiohttp.ClientSession(url))
             return Gate(gateway, engine, driver, http, tokenizer, stack)
 

@@ -19,6 +19,7 @@ from slipstream.orchestrator.samples import rollout_samples
 from slipstream.types import Outcome, Rollout, Task
 from tests.unit.envs.made import demonstration_script
 from tests.unit.gateway.conftest import Gate
+from tests.waiting import until
 
 TASK = Task("test/train/0", "test", 0, {})
 ASK = [{"role": "user", "content": "Hello"}]
@@ -130,9 +131,7 @@ async def test_an_agent_that_takes_too_long_is_ended_and_leaves_nothing_in_the_e
     gate.driver.pause()
     rollout = await play(gate, Asks(), rollout_timeout_s=0.2)
     assert rollout.outcome is Outcome.env_error and "0.2 s" in rollout.error
-    async with asyncio.timeout(10):
-        while gate.engine.running:  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0)
+    await until(lambda: not gate.engine.running)
     assert not gate.gateway.sessions and not rollout.turns
 
 
@@ -140,15 +139,11 @@ async def test_cancelling_the_rollout_ends_its_session(start):
     gate = await start("Hi")
     gate.driver.pause()
     playing = asyncio.create_task(play(gate, Asks()))
-    async with asyncio.timeout(10):
-        while not gate.engine.running:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: gate.engine.running)
     playing.cancel()
     await asyncio.wait([playing])
     assert playing.cancelled() and not gate.gateway.sessions
-    async with asyncio.timeout(10):
-        while not gate.engine.aborted:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: gate.engine.aborted)
 
 
 def test_a_player_of_agents_needs_a_gateway(tokenizer):

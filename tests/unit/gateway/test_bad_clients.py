@@ -18,6 +18,7 @@ from slipstream.serving.gateway.wire import decode_turns
 from slipstream.types import Sampling
 from tests.unit.gateway.conftest import TOKEN, Gate
 from tests.unit.server.scripted import ScriptedEngine
+from tests.waiting import until
 
 ASK = [{"role": "user", "content": "Hello"}]
 CHAT = {"model": "policy", "messages": ASK}
@@ -26,12 +27,6 @@ MESSAGE = {**CHAT, "max_tokens": 50}
 
 def errors(gate: Gate) -> dict[str, int]:
     return dict(gate.gateway.counts.errors)
-
-
-async def until(holds) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/sessions/r/v1/chat/completions"])

@@ -15,6 +15,7 @@ from slipstream.serving.gateway.session import Session
 from slipstream.types import Outcome, Rollout, Sampling, Task
 from tests.unit.gateway.conftest import Gate, ids_of
 from tests.unit.server.scripted import ScriptedEngine
+from tests.waiting import until
 
 ASK = [{"role": "user", "content": "Hello"}]
 CALL = '<tool_call>\n{"name":"add","arguments":{"a":1}}\n</tool_call>'
@@ -205,9 +206,7 @@ async def test_an_aborted_reply_is_a_failure_that_a_retry_replaces(start):
     client = await gate.openai(session)
     gate.driver.pause()
     asking = asyncio.create_task(say(client, ASK))
-    async with asyncio.timeout(10):
-        while not gate.engine.running:  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0)
+    await until(lambda: gate.engine.running)
     await gate.driver.abort(["r/0"])
     gate.driver.resume()
     with pytest.raises(openai.InternalServerError, match="aborted"):
@@ -223,9 +222,7 @@ async def test_ending_a_session_aborts_its_calls_and_refuses_later_ones(start):
     client = await gate.openai(session)
     gate.driver.pause()
     asking = asyncio.create_task(say(client, ASK))
-    async with asyncio.timeout(10):
-        while not gate.engine.running:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: gate.engine.running)
     gate.gateway.end("r")
     with pytest.raises(openai.APIStatusError, match="has ended") as caught:
         await asking

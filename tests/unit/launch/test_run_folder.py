@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from slipstream.config import RunConfig, load
 from slipstream.errors import ConfigError
 from slipstream.launch import run_folder
 from slipstream.launch.topology import processes
+from tests.waiting import HUNG_S
 
 
 @pytest.fixture
@@ -80,29 +82,31 @@ def test_engines_that_somebody_else_runs_are_not_started(config):
 
 
 HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from setproctitle import setproctitle
 from slipstream.launch.run_folder import held
 with held(Path(sys.argv[1])):
     setproctitle(sys.argv[2])
     print("held", flush=True)
-    time.sleep(float(sys.argv[3]))
+    sys.stdin.read()
 """
 
 
 @contextmanager
-def another(folder: Path, title: str, seconds: float):
-    """A process of this title that holds the folder."""
-    command = [sys.executable, "-c", HOLD, str(folder), title, str(seconds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"held\n"
-        yield process
-        process.kill()
+def another(folder: Path, title: str):
+    """A process of this title that holds the folder until its input ends."""
+    command = [sys.executable, "-c", HOLD, str(folder), title]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"held\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_second_run_on_a_folder_is_refused_with_the_process_id_of_the_first(config):
-    with another(config.folder, "slipstream-cli rl x.toml", 60) as first:
+    with another(config.folder, "slipstream-cli rl x.toml") as first:
         with pytest.raises(ConfigError, match=rf"two runs on one folder: .*slipstream-cli rl x.toml \(process {first.pid}\)"):
             run_folder.held(config.folder).__enter__()
         assert config.folder.exists()
@@ -110,16 +114,24 @@ def test_a_second_run_on_a_folder_is_refused_with_the_process_id_of_the_first(co
         pass
 
 
-def test_roles_that_a_killed_supervisor_left_are_waited_for(config, capsys):
-    with another(config.folder, "slipstream trainer", 3) as left, run_folder.held(config.folder):
-        assert left.wait(10) == 0
-    assert f"waiting for slipstream trainer (process {left.pid})" in capsys.readouterr().err
+def test_roles_that_a_killed_supervisor_left_are_waited_for(config, monkeypatch):
+    with another(config.folder, "slipstream trainer") as left:
+
+        class EndsIt(io.StringIO):
+            def write(self, text: str) -> int:
+                left.stdin.close()
+                return super().write(text)
+
+        monkeypatch.setattr(sys, "stderr", said := EndsIt())
+        with run_folder.held(config.folder):
+            assert left.wait(HUNG_S) == 0
+    assert said.getvalue().count(f"waiting for slipstream trainer (process {left.pid})") == 1
 
 
 def test_a_role_that_does_not_end_is_named_with_how_to_end_it(config, monkeypatch):
     monkeypatch.setattr(run_folder, "ENDING_S", 0.3)
     with (
-        another(config.folder, "slipstream trainer", 60) as left,
+        another(config.folder, "slipstream trainer") as left,
         pytest.raises(ConfigError, match=rf"supervisor was killed.*kill -9 {left.pid}\)"),
     ):
         run_folder.held(config.folder).__enter__()

@@ -17,6 +17,7 @@ from slipstream.models.foreign.probe import probe
 from slipstream.models.foreign.router import look_at_router
 from slipstream.models.foreign.spec import HfSpec
 from slipstream.models.impl import read_spec
+from tests.waiting import HUNG_S
 
 BASE: dict[str, Any] = {
     "vocab_size": 61,
@@ -148,5 +149,5 @@ def test_our_own_families_are_read_without_torch(tmp_path: Path) -> None:
     folder(tmp_path, "Qwen3", {**BASE, "head_dim": 16})
     block = "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None"
     code = f"{block}; from slipstream.models.impl import read_spec; print(read_spec({str(tmp_path)!r}, 'auto').family)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert result.stdout.strip() == "qwen3", result.stderr[-2000:]

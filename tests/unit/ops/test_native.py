@@ -1,6 +1,8 @@
 """The native kernels compute what the torch references compute, independent of the batch, and refuse bad input."""
 
 import shutil
+import stat
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +19,19 @@ from tests.unit.ops.helpers import expert_inputs, paged_inputs
 
 def test_the_kernels_compile_here():
     assert native.library() is not None
+
+
+def test_without_a_home_that_can_be_written_they_lie_in_a_private_temporary_folder(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("not a folder")
+    for name in ("SLIPSTREAM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = native._compiled(native._cache_folder())
+    assert path.exists() and path.parent.parent == tmp_path and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.parent.chmod(0o777)  # as if somebody else could have put something there
+    with pytest.raises(OSError, match="SLIPSTREAM_CACHE"):
+        native._cache_folder()
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (5, 96), (33, 128), (7, 4, 32), (3, 2, 24), (0, 64)])

@@ -14,7 +14,8 @@ from slipstream.serving.client import HttpEngine
 from slipstream.serving.members import UrlSource
 from slipstream.serving.pool import EnginePool
 from tests.unit.server.conftest import TOKEN
-from tests.unit.serving.test_pool import ask, until
+from tests.unit.serving.test_pool import ask
+from tests.waiting import until
 
 
 async def test_a_drained_server_gets_nothing_new_from_a_pool_and_the_verb_needs_the_token(serve):

@@ -17,6 +17,7 @@ from slipstream.serving.client import HttpEngine
 from slipstream.serving.members import read_endpoint
 from slipstream.types import GenerateRequest, PolicyVersion, Sampling
 from tests.unit.server.scripted import ScriptedEngine
+from tests.waiting import HUNG_S, pass_deadlines, until
 
 
 def ask(name="r/0", prompt=(1, 2, 3), **sampling) -> GenerateRequest:
@@ -25,13 +26,6 @@ def ask(name="r/0", prompt=(1, 2, 3), **sampling) -> GenerateRequest:
 
 def echo(request: GenerateRequest) -> list[int]:
     return request.prompt_T.tolist()
-
-
-async def until(holds) -> None:
-    """Turns of the event loop, not time."""
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0)
 
 
 async def test_a_request_comes_back_as_the_engine_answered_it(serve):
@@ -229,9 +223,12 @@ async def test_nobody_there_and_no_answer_in_time_are_unavailable(serve):
             await nobody.state()
     served = await serve(ScriptedEngine(echo))
     await served.client.pause()
-    async with HttpEngine(served.url, generate_timeout_s=0.01) as hasty:
-        with pytest.raises(EngineUnavailable, match=r"no answer within 0\.01 s"):
-            await hasty.generate(ask())
+    async with HttpEngine(served.url, generate_timeout_s=HUNG_S) as client:
+        asking = asyncio.create_task(client.generate(ask()))
+        await until(lambda: served.engine.running)
+        pass_deadlines()
+        with pytest.raises(EngineUnavailable, match=rf"no answer within {HUNG_S:g} s"):
+            await asking
     await until(lambda: served.engine.aborted)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import openai
@@ -10,6 +9,7 @@ import pytest
 
 from slipstream.types import Sampling
 from tests.unit.server.scripted import ScriptedEngine
+from tests.waiting import until
 
 ASK = [{"role": "user", "content": "Hello"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "é"}}\n</tool_call>'
@@ -178,9 +178,7 @@ async def test_leaving_a_stream_early_aborts_the_request(connect):
         served.driver.pause()
         break
     await stream.close()
-    async with asyncio.timeout(10):
-        while not served.engine.aborted:  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0)
+    await until(lambda: served.engine.aborted)
 
 
 async def test_an_engine_that_fails_in_mid_stream_says_so_in_the_stream(connect):

@@ -10,12 +10,12 @@ import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import openai
 import pytest
 
 from slipstream.config import RunConfig, to_toml, validate
+from slipstream.config.router import RouterConfig
 from slipstream.config.serve import EngineConfig
 from slipstream.engine.driver import EngineDriver
 from slipstream.engine.engine import EmbeddedEngine
@@ -28,7 +28,8 @@ from slipstream.serving.client import HttpEngine
 from slipstream.serving.pool import EnginePool
 from slipstream.serving.resume import Resumable
 from slipstream.transport.weights import fingerprint_file
-from slipstream.types import GenerateRequest, PolicyVersion, Sampling
+from slipstream.types import GenerateRequest, PolicyVersion, Sampling, TokenPiece
+from tests.waiting import HUNG_S, until
 
 CONFIG = EngineConfig(kv_memory_mib=8, max_running=64)
 SEQ_LEN = 256
@@ -135,26 +136,24 @@ async def test_a_stream_whose_engine_is_killed_goes_on_elsewhere_with_the_same_t
     run_of(folder, tmp_path, replicas=2)
     processes = [start(tmp_path, i) for i in range(2)]
     try:
-        async with EnginePool.of_run(tmp_path, replicas=2) as pool:
+        async with EnginePool.of_run(tmp_path, 2, RouterConfig(patience_s=HUNG_S)) as pool:
             await pool.prepare(weights)
             await pool.commit(1)
-            while len(list((tmp_path / "endpoints").iterdir())) < 2:  # noqa: ASYNC110 (a process of its own makes them)
-                await asyncio.sleep(0.05)
+            await until(lambda: len(list((tmp_path / "endpoints").iterdir())) == 2)
             await pool.commit(1)
             heard: list[int] = []
-            asking = asyncio.create_task(pool.stream(LONG, lambda piece: heard.extend(piece.tokens_N.tolist())))
-            while len(heard) < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            for process, file in zip(processes, sorted((tmp_path / "endpoints").iterdir()), strict=True):
-                endpoint = msgspec.json.decode(file.read_bytes())
-                async with HttpEngine(endpoint["url"], endpoint["token"]) as engine:
-                    if (await engine.state()).running:
-                        process.kill()
-            assert not asking.done()
-            streamed = await asking
+            killed: list[int] = []
+
+            def hear(piece: TokenPiece) -> None:
+                heard.extend(piece.tokens_N.tolist())
+                if len(heard) >= 5 and not killed:
+                    killed.append(pool.router.in_flight("engine-1"))
+                    processes[killed[0]].kill()
+
+            streamed = await pool.stream(LONG, hear)
             whole = await pool.generate(replace(LONG, id="b/0"))
         assert streamed.tokens_N.tolist() == whole.tokens_N.tolist() and heard == whole.tokens_N.tolist()[: len(heard)]
-        assert sum(process.poll() is not None for process in processes) == 1
+        assert pool.retries == 1 and sum(process.poll() is not None for process in processes) == 1
     finally:
         for process in processes:
             process.kill()
@@ -166,7 +165,7 @@ async def test_a_killed_engine_process_comes_back_and_the_pool_goes_on_with_the_
     run_of(folder, tmp_path, replicas=1)
     process = start(tmp_path)
     try:
-        async with EnginePool.of_run(tmp_path, replicas=1) as pool:
+        async with EnginePool.of_run(tmp_path, 1, RouterConfig(patience_s=HUNG_S)) as pool:
             await pool.prepare(weights)
             await pool.commit(1)
             assert (await pool.generate(ask("a/0", max_tokens=2))).versions == ((1, 2),)
@@ -179,7 +178,7 @@ async def test_a_killed_engine_process_comes_back_and_the_pool_goes_on_with_the_
             assert {version for version, _ in completion.versions} == {1}
             assert (await pool.generate(ask("a/2", max_tokens=2))).versions == ((1, 2),), "by the new process, also if the old one was fast"
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait, 20) == 0
+            assert await asyncio.to_thread(process.wait, HUNG_S) == 0
     finally:
         process.kill()
         process.wait()

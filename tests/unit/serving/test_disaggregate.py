@@ -15,6 +15,7 @@ from slipstream.serving.pool import EnginePool
 from slipstream.serving.routing.disaggregate import OVERHEAD_S, Prefills, Side, worth_it
 from slipstream.types import Completion, GenerateRequest, Sampling, Timings
 from tests.unit.serving.test_pool import V1, Process
+from tests.waiting import until
 
 
 def test_an_idle_engine_keeps_its_prompt_and_one_that_decodes_gives_a_long_one_away():
@@ -90,8 +91,7 @@ async def split(tmp_path):
     async with EnginePool(FolderSource(tmp_path, 2), config, connect=lambda endpoint: processes[endpoint.url]) as pool:
         await pool.prepare(V1)
         await pool.commit(1)
-        while not all(replica.ready for replica in pool.fleet.replicas):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: all(replica.ready for replica in pool.fleet.replicas))
         yield pool, *processes.values()
 
 

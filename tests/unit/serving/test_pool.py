@@ -15,6 +15,7 @@ from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, StateE
 from slipstream.serving.members import FolderSource
 from slipstream.serving.pool import MOST_SENDS, EnginePool
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Sampling
+from tests.waiting import until
 
 V1, V2 = (PolicyVersion(n, f"fingerprint-{n}", n - 1, f"/weights/v{n}") for n in (1, 2))
 
@@ -113,12 +114,6 @@ async def machine(tmp_path):
 
 def ask(name: str) -> GenerateRequest:
     return GenerateRequest(name, np.array([1], np.int32), Sampling())
-
-
-async def until(holds) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0)
 
 
 async def test_turns_of_a_rollout_stay_on_one_replica_and_rollouts_spread(machine):

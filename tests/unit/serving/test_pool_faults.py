@@ -13,7 +13,8 @@ from slipstream.config.router import RouterConfig
 from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, RequestError, StateError
 from slipstream.serving.members import DnsSource, FolderSource, UrlSource, source_of
 from slipstream.serving.pool import EnginePool, RouterFull
-from tests.unit.serving.test_pool import Process, ask, machine, until, until_ready  # noqa: F401 (a fixture)
+from tests.unit.serving.test_pool import Process, ask, machine, until_ready  # noqa: F401 (a fixture)
+from tests.waiting import until
 
 OFTEN = {"health_interval_s": 0.005}
 
@@ -147,13 +148,18 @@ async def test_a_request_that_fails_after_its_process_was_replaced_says_nothing_
 async def test_a_slow_replica_is_kept_out_for_a_while_and_the_last_one_never(machine):  # noqa: F811
     m = machine(3, **OFTEN, breaker_open_s=10.0, policy="round_robin", sticky=False, slow_factor=4)
     engines = await up(m, 3)
-    works = engines[1].generate
 
-    async def slowly(request):
-        await asyncio.sleep(0.02)
-        return await works(request)
+    def takes(engine: Process, seconds: float):
+        works = engine.generate
 
-    engines[1].generate = slowly
+        async def generate(request):
+            await asyncio.sleep(seconds)
+            return await works(request)
+
+        engine.generate = generate
+
+    for engine, seconds in zip(engines, (0.005, 0.03, 0.005), strict=True):
+        takes(engine, seconds)
     for i in range(30):
         await m.pool.generate(ask(f"s{i}/0"))
     await until(lambda: m.pool.fleet.counts["slow"] == 1)

@@ -17,6 +17,7 @@ from slipstream.serving.resume import Resumable
 from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Routing, Sampling, TokenPiece
 from tests.unit.server.conftest import folder, serve, tokenizer  # noqa: F401 (fixtures)
 from tests.unit.server.scripted import ScriptedEngine
+from tests.waiting import HUNG_S, until
 
 REQUEST = GenerateRequest("r/0", np.array([1, 2, 3], np.int32), Sampling(max_tokens=8, seed=5), salt=4, routing_from=2)
 
@@ -40,8 +41,7 @@ async def test_pieces_are_stamped_with_the_version_that_sampled_them(serve):  # 
     served = await serve(ScriptedEngine(lambda _: [5] * 200, seq_len=512))
     pieces: list[TokenPiece] = []
     asking = asyncio.create_task(served.client.stream(GenerateRequest("r/0", REQUEST.prompt_T, Sampling(max_tokens=200)), pieces.append))
-    while not pieces:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: pieces)
     await served.client.prepare(PolicyVersion(3, "abc", None, ""))
     await served.client.commit(3)
     await asking
@@ -55,8 +55,7 @@ async def test_an_error_before_the_first_token_has_its_status_and_a_later_one_is
         await served.client.stream(GenerateRequest("r/0", np.zeros(600, np.int32), Sampling()), lambda _: None)
     await served.client.pause()
     first = asyncio.create_task(served.client.stream(GenerateRequest("r/0", REQUEST.prompt_T, Sampling(max_tokens=100)), lambda _: None))
-    while not served.engine.running:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: served.engine.running)
     with pytest.raises(EngineBusy):
         await served.client.stream(GenerateRequest("r/1", REQUEST.prompt_T, Sampling()), lambda _: None)
     first.cancel()
@@ -67,8 +66,7 @@ async def test_an_error_before_the_first_token_has_its_status_and_a_later_one_is
         pieces.append(piece)
         served.engine.failures = [FloatingPointError("overflow")]
 
-    while served.engine.running:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: not served.engine.running)
     with pytest.raises(EngineUnavailable, match="overflow"):
         await served.client.stream(GenerateRequest("r/2", REQUEST.prompt_T, Sampling(max_tokens=100)), hear)
     assert pieces
@@ -81,9 +79,7 @@ async def test_cancelling_a_stream_aborts_the_request(serve):  # noqa: F811
     asking = asyncio.create_task(served.client.stream(request, lambda _: heard.set()))
     await heard.wait()
     asking.cancel()
-    async with asyncio.timeout(10):
-        while served.engine.aborted != ["r/0"]:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: served.engine.aborted == ["r/0"])
 
 
 class Speaking:
@@ -126,7 +122,7 @@ class Speaking:
         pass
 
 
-def pool_over(*replicas: Speaking, patience_s: float = 5.0) -> EnginePool:
+def pool_over(*replicas: Speaking, patience_s: float = HUNG_S) -> EnginePool:
     source = UrlSource([f"http://{i}" for i in range(len(replicas))], "t")
     config = RouterConfig(policy="round_robin", patience_s=patience_s)
     return EnginePool(source, config, connect=lambda endpoint: replicas[int(endpoint.url[-1])])

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from slipstream.transport.folder import FolderTrainer, list_batches
 from slipstream.transport.weights import list_versions, read_version, verify, version_folder
 from slipstream.types import Batch
 from tests.unit.trainer.helpers import make_batch, model_folder, run_config, write_run
+from tests.waiting import HUNG_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +209,9 @@ def test_the_next_step_runs_while_a_checkpoint_is_written_and_the_one_after_wait
     order, write, train_step = [], shards.write_shard, rl.RlTrainer._train
 
     def slow(path: Path, staged: shards.Staged) -> dict:
-        number, deadline = int(path.parent.name[-6:]), time.monotonic() + 20
+        number = int(path.parent.name[-6:])
         order.append(f"write {number}")
-        while number == 1 and "step 2" not in order and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: number != 1 or "step 2" in order)
         entry = write(path, staged)
         order.append(f"written {number}")
         return entry
@@ -292,10 +291,9 @@ def test_sigterm_ends_the_process_with_a_checkpoint_and_exit_code_0(tmp_path, mo
     code = f"from pathlib import Path; from slipstream.trainer.rl import main; raise SystemExit(main(Path({str(folder)!r})))"
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        while 1 not in list_versions(folder / "weights") and process.poll() is None:
-            time.sleep(0.01)
+        wait_until(lambda: 1 in list_versions(folder / "weights") or process.poll() is not None)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=HUNG_S) == 0
     finally:
         process.kill()
     assert checkpoint.list_steps(folder / "checkpoints") == [1]

@@ -34,7 +34,7 @@ from slipstream.types import GenerateRequest, Sampling
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
-HELLO_S = 5.0
+HELLO_S = 30.0
 """Time for somebody who has connected to say who they are."""
 POLL_S = 0.25
 """How often a quiet handoff looks whether the other side is still there."""

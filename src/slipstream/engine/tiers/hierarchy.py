@@ -157,7 +157,7 @@ class Tiers:
             os.close(self._claim)
             self._claim = None
 
-    def flush(self, timeout_s: float = 10.0) -> bool:
+    def flush(self, timeout_s: float = 240.0) -> bool:
         """Wait until everything queued is written; for tests and benchmarks."""
         ends = time.monotonic() + timeout_s
         while time.monotonic() < ends:

@@ -22,6 +22,7 @@ from slipstream.serving.vllm.app import make_app
 from slipstream.serving.vllm.engine import VllmEngine
 from slipstream.types import PolicyVersion, TokenPiece
 from tests.unit.serving.vllm.stub import StubVllm, ask, stubbed
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +54,6 @@ async def swap(engine: HttpEngine, number: int) -> None:
 
 def heard_in(pieces: list[TokenPiece]) -> list[tuple[int, float, int]]:
     return [(int(token), float(logprob), p.version) for p in pieces for token, logprob in zip(p.tokens_N, p.logprobs_N, strict=True)]
-
-
-async def until(holds) -> None:
-    async with asyncio.timeout(5):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_tokens_are_heard_as_vllm_samples_them_and_the_completion_is_whole(tmp_path):

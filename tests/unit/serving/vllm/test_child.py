@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from slipstream.errors import ConfigError, EngineUnavailable
 from slipstream.serving.vllm.api import Api
 from slipstream.serving.vllm.child import Server, environment, plugin_folder
+from tests.waiting import HUNG_S, wait_until
 
 PARENT = """
 import asyncio, sys
@@ -50,13 +50,13 @@ async def started(folder: Path, code: str) -> Server:
 async def test_a_server_that_ends_before_it_serves_is_a_mistake_to_mend(tmp_path):
     server, api = await started(tmp_path, "import sys; sys.exit(7)"), Api(tmp_path / "socket")
     with pytest.raises(ConfigError, match="exit code 7 before it served"):
-        await server.healthy(api, 30.0)
+        await server.healthy(api, HUNG_S)
     await api.close()
     await server.stop()
 
 
 async def test_a_server_that_does_not_answer_in_time_is_unavailable(tmp_path):
-    server, api = await started(tmp_path, "import time; time.sleep(60)"), Api(tmp_path / "socket")
+    server, api = await started(tmp_path, "import time; time.sleep(600)"), Api(tmp_path / "socket")
     with pytest.raises(EngineUnavailable, match="start_timeout_s"):
         await server.healthy(api, 0.1)
     await api.close()
@@ -75,13 +75,10 @@ async def test_the_server_sees_the_plugin_and_our_arguments(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it: Linux only")
 def test_the_server_ends_when_its_parent_is_killed(tmp_path):
-    folder = stand_in(tmp_path / "stand-in", "import time; time.sleep(60)")
+    folder = stand_in(tmp_path / "stand-in", "import time; time.sleep(600)")
     command = [sys.executable, "-c", PARENT, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ), text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         os.kill(parent.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while not gone(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert gone(pid)
+    wait_until(lambda: gone(pid))

@@ -12,6 +12,7 @@ from slipstream.serving.vllm.api import Api
 from slipstream.serving.vllm.updates import UpdateRefused
 from slipstream.types import PolicyVersion
 from tests.unit.serving.vllm.stub import ask, stubbed
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -234,12 +235,6 @@ async def test_a_bad_request_is_refused_before_it_is_sent(tmp_path):
         with pytest.raises(RequestError, match="seed"):
             await engine.generate(ask("a", seed=1 << 70))
         assert not stub.bodies
-
-
-async def until(holds) -> None:
-    async with asyncio.timeout(5):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def test_the_age_of_kv_is_bounded_by_the_start_of_the_rollout():
