@@ -1,9 +1,9 @@
 """Runs the model on one planned step: gathers the flat batch from the slot table, and keeps KV and routing rows of what was processed.
 
-Small models in fp32 and bf16 run in one native call (`engine.fused`). Everything else takes the model's own forward pass with `PagedContext` at its
-seams: `attend` writes the new keys and values into the paged cache and attends over it (`select` does the same with the index keys of
-sparse attention, and chooses); `route` takes the model's own choice of
-experts and keeps it. Knows nothing of requests or sampling.
+Small models in fp32 and bf16 run in one native call (`engine.fused`). Everything else takes the model's own forward pass with
+`PagedContext` at its seams: `attend` writes the new keys and values into the paged cache and attends over it (`select` does the same with
+the index keys of sparse attention, and chooses); `route` takes the model's own choice of experts and keeps it. Knows nothing of requests or
+sampling.
 
 On the second path, small fp32 batches are padded to four rows with copies of row 0 (same token, position and KV slot, so the same values
 are written twice): below four rows, torch's matrix products take another path and a token's result depends on who else is in the batch.

@@ -100,7 +100,10 @@ class FusedDecoder:
         load_LE: np.ndarray,
         wide_head: bool = False,
     ) -> None:
-        """`cos` and `sin` are fp32. `wide_head`: logits are not rounded to bf16. `routing` [KV slots, MoE layers, top_k] uint8 or uint16 and `load_LE` int64 are written; no MoE layers: not wanted."""
+        """`routing` [KV slots, MoE layers, top_k] uint8 or uint16 and `load_LE` int64 are written; no MoE layers: not wanted.
+
+        `cos` and `sin` are fp32. `wide_head`: logits are not rounded to bf16.
+        """
         kernels = library()
         assert kernels is not None
         kernels.decoder_forward.restype, kernels.decoder_forward.argtypes = ctypes.c_int, [_P, _P, _P, _P]
@@ -176,7 +179,9 @@ class FusedDecoder:
         """Of a vocabulary that does not fill vectors. Below four rows, torch's product takes another path."""
         padded_TD = F.pad(hidden_TD, (0, 0, 0, max(0, 4 - len(hidden_TD))))
         half, rounded = self._kind
-        logits_TV = F.linear(padded_TD.to(self._head_VD.dtype), self._head_VD) if rounded or not half else wide_logits(padded_TD, self._head_VD)
+        logits_TV = (
+            F.linear(padded_TD.to(self._head_VD.dtype), self._head_VD) if rounded or not half else wide_logits(padded_TD, self._head_VD)
+        )
         return logits_TV[: len(hidden_TD)].float()
 
 

@@ -104,7 +104,9 @@ def test_presets_are_served_as_by_their_own_forward_pass(preset, tmp_path, monke
     torch.testing.assert_close(fused_logits, own_logits, rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("config", [{"max_running": 1}, {"max_running": 7, "max_step_tokens": 7}, {"max_running": 3, "max_step_tokens": 24}])
+@pytest.mark.parametrize(
+    "config", [{"max_running": 1}, {"max_running": 7, "max_step_tokens": 7}, {"max_running": 3, "max_step_tokens": 24}]
+)
 def test_a_tokens_result_does_not_depend_on_the_rest_of_the_batch(folder, config):
     requests = [ask(f"r{i}", prompt(i, 1 + 7 * i), max_tokens=9, temperature=1.0, seed=i) for i in range(10)]
     together = run(make_engine(folder, dtype="bfloat16"), requests)
