@@ -1,9 +1,9 @@
 """Runs the model on one planned step: gathers the flat batch from the slot table, and keeps KV and routing rows of what was processed.
 
-Small fp32 models run in one native call (`engine.fused`). Everything else takes the model's own forward pass with `PagedContext` at its
-seams: `attend` writes the new keys and values into the paged cache and attends over it (`select` does the same with the index keys of
-sparse attention, and chooses); `route` takes the model's own choice of
-experts and keeps it. Knows nothing of requests or sampling.
+Small models in fp32 and bf16 run in one native call (`engine.fused`). Everything else takes the model's own forward pass with
+`PagedContext` at its seams: `attend` writes the new keys and values into the paged cache and attends over it (`select` does the same with
+the index keys of sparse attention, and chooses); `route` takes the model's own choice of experts and keeps it. Knows nothing of requests or
+sampling.
 
 On the second path, small fp32 batches are padded to four rows with copies of row 0 (same token, position and KV slot, so the same values
 are written twice): below four rows, torch's matrix products take another path and a token's result depends on who else is in the batch.
@@ -116,7 +116,7 @@ class Runner:
         `written` is called with each layer, in order, once the cache has all its keys and values; by the fused kernel not at all.
         """
         if model is not self._bound:
-            self._bound, self._fused = model, bind(model, self._cache, self.expert_load_LE)
+            self._bound, self._fused = model, bind(model, self._cache, self.expert_load_LE, self._wide_head)
             narrow = model.dtype != torch.float32 and not self._wide_head
             self._min_rows = 1 if narrow or self._fused is not None else MIN_ROWS
         batch = self._flat(plan)
@@ -133,9 +133,9 @@ class Runner:
         return self._logits(model, hidden_TD[torch.from_numpy(padded)])[: len(rows)]
 
     def _logits(self, model: LanguageModel, hidden_TD: torch.Tensor) -> torch.Tensor:
-        if self._wide_head and self._fused is None:
-            return wide_logits(hidden_TD, model.head_weight)
-        return (self._fused or model).logits(hidden_TD).float()
+        if self._fused is not None:
+            return self._fused.logits(hidden_TD)
+        return wide_logits(hidden_TD, model.head_weight) if self._wide_head else model.logits(hidden_TD).float()
 
     def uncount(self, slots_T: np.ndarray) -> None:
         """Tokens that the last step processed in these KV slots are not part of any sequence: take them out of the experts' load."""

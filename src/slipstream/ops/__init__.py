@@ -1,6 +1,6 @@
 """Kernels. Each has a reference in plain torch and chooses by itself: the native C version (`kernels/*.c`, compiled at first use)
-serves fp32 on the CPU, with and without gradients; other dtypes (bf16), other devices and odd sizes take the reference. Native results
-do not depend on the rest of the batch, and `paged_attention` has no gradient.
+serves fp32 on the CPU, with and without gradients; other dtypes (bf16, but for `fused`), other devices and odd sizes take the reference.
+Native results do not depend on the rest of the batch, and `paged_attention` has no gradient.
 """
 
 from slipstream.ops.attention import DocLayout, Sight, doc_attention, paged_attention, write_kv

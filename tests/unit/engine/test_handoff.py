@@ -395,7 +395,7 @@ def test_engines_of_one_run_share_a_token_that_only_their_user_can_read(tmp_path
 # ---- real engines ----
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # fused: a chunk at a time; the model's own pass: layer by layer
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8"])  # fused: a chunk at a time; float8, not fused: layer by layer
 @pytest.mark.parametrize("transport", ["auto", "socket"])
 async def test_what_a_decode_engine_receives_is_what_it_would_have_computed(moe_folder, dtype, transport):
     tokens_T, config = prompt(3, 61), {"dtype": dtype, "max_step_tokens": 64 if dtype == "float32" else 24, "max_running": 8}

@@ -4,7 +4,7 @@
  * query's tile are touched. The backward pass recomputes the probabilities from the saved log-sum-exp (Dao et al., FlashAttention,
  * 2022, algorithm 4).
  */
-#include "shared.h"
+#include "product.h"
 
 enum { BLOCK = 48 };
 

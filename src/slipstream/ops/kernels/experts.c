@@ -1,5 +1,5 @@
 /* Expert feed-forward networks: y = sum_k gate_k · down(silu(gate(x)) · up(x)), forward and backward. */
-#include "shared.h"
+#include "product.h"
 
 enum { CHUNK = 96 }; /* rows of one expert in flight: their activations stay in the L2 cache */
 
@@ -13,24 +13,38 @@ static void sort_pairs(const int64_t *ids, int64_t pairs, int64_t num_experts, i
 
 INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_wide(-x)); }
 
+/* A result of the model's own operations: in bf16 every one of them rounds. */
+INLINE vec kept(const int kind, vec x) { return kind == BF16 ? rounded(x) : x; }
+
 /* act = silu(gate) · up of one row [gate | up]. */
-INLINE void activate(const float *row, int64_t inner, float *act) {
+INLINE void activate(const int kind, const float *row, int64_t inner, float *act) {
     for (int64_t i = 0; i < inner; i += WIDE) {
-        vec gate = load_next(row + i, inner - i);
-        store_next(act + i, inner - i, gate * sigmoid(gate) * load_next(row + inner + i, inner - i));
+        vec gate = kept(kind, load_next(row + i, inner - i)), up = kept(kind, load_next(row + inner + i, inner - i));
+        store_next(act + i, inner - i, kept(kind, kept(kind, gate * sigmoid(gate)) * up));
     }
 }
 
-/* to += factor · row. The rows of a product are added to those of their tokens here: a token may have the same expert twice. */
-INLINE void add_row(const float *row, float factor, int64_t dim, float *to) {
-    for (int64_t i = 0; i < dim; i += WIDE) store_next(to + i, dim - i, load_next(to + i, dim - i) + factor * load_next(row + i, dim - i));
+/* to += factor · row, a sum of floats in bf16 as well. The rows of a product are added to those of their tokens here: a token may have the same expert twice. */
+INLINE void add_row(const int kind, const float *row, float factor, int64_t dim, float *to) {
+    vec by = kept(kind, splat_wide(factor));
+    for (int64_t i = 0; i < dim; i += WIDE) {
+        vec part = kept(kind, by * kept(kind, load_next(row + i, dim - i)));
+        store_next(to + i, dim - i, load_next(to + i, dim - i) + part);
+    }
 }
 
-/* `hidden` [pairs, 2 inner], in sorted order, keeps what the backward pass needs; NULL when there will be none. `after`: the matrix of the
- * next product, of which the first rows come into the cache; NULL: none. */
-int experts(const float *x, const int64_t *ids, const float *gates, const float *gate_up, const float *down, float *y, float *hidden,
-            const float *after, int64_t tokens, int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner) {
-    int64_t pairs = tokens * top_k, wide = 2 * inner;
+/* Rows times one of a stack of matrices; see product.h. */
+INLINE void times(const int kind, int64_t n, const float *const *a, const void *b, int64_t depth, int64_t columns, float *const *c,
+                  const void *next) {
+    if (kind == BF16) rows_times_bf16(n, a, b, depth, columns, c, next);
+    else rows_times(n, a, 1, b, depth, columns, c, 0, next);
+}
+
+/* `kind` of the weights. With BF16, x is rounded and y is. */
+INLINE int forward(const int kind, const float *x, const int64_t *ids, const float *gates, const void *gate_up, const void *down, float *y,
+                   float *hidden, const void *after, int64_t tokens, int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner) {
+    int64_t pairs = tokens * top_k, wide = 2 * inner, matrix = size_of(kind) * inner * dim;
+    const char *ups = gate_up, *downs = down;
     for (int64_t i = 0; i < pairs; i++)
         if (ids[i] < 0 || ids[i] >= num_experts) return BAD_INDEX;
     int64_t *start = malloc((size_t)(num_experts + 2 + pairs) * sizeof *start), *order = start + num_experts + 2;
@@ -52,13 +66,27 @@ int experts(const float *x, const int64_t *ids, const float *gates, const float 
                 mid[r] = hidden ? hidden + (at + r) * wide : scratch + r * wide;
                 act[r] = scratch + CHUNK * wide + r * inner, out[r] = scratch + CHUNK * 3 * inner + r * dim;
             }
-            rows_times(n, in, 1, gate_up + e * dim * wide, dim, wide, mid, 0, down + e * inner * dim);
-            for (int64_t r = 0; r < n; r++) activate(mid[r], inner, scratch + CHUNK * wide + r * inner);
-            rows_times(n, act, 1, down + e * inner * dim, inner, dim, out, 0, next < num_experts ? gate_up + next * dim * wide : after);
-            for (int64_t r = 0; r < n; r++) add_row(out[r], gates[order[at + r]], dim, y + order[at + r] / top_k * dim);
+            times(kind, n, in, ups + 2 * e * matrix, dim, wide, mid, downs + e * matrix);
+            for (int64_t r = 0; r < n; r++) activate(kind, mid[r], inner, scratch + CHUNK * wide + r * inner);
+            times(kind, n, act, downs + e * matrix, inner, dim, out, next < num_experts ? ups + 2 * next * matrix : after);
+            for (int64_t r = 0; r < n; r++) add_row(kind, out[r], gates[order[at + r]], dim, y + order[at + r] / top_k * dim);
         }
+    if (kind == BF16) round_all(y, tokens * dim);
     free(start), free(scratch);
     return OK;
+}
+
+/* `hidden` [pairs, 2 inner], in sorted order, keeps what the backward pass needs; NULL when there will be none. `after`: the matrix of the
+ * next product, of which the first rows come into the cache; NULL: none. */
+int experts(const float *x, const int64_t *ids, const float *gates, const float *gate_up, const float *down, float *y, float *hidden,
+            const float *after, int64_t tokens, int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner) {
+    return forward(FLOAT, x, ids, gates, gate_up, down, y, hidden, after, tokens, top_k, num_experts, dim, inner);
+}
+
+/* The same with bf16 weights, rounded wherever `experts_reference` rounds. No gradient. */
+int experts_bf16(const float *x, const int64_t *ids, const float *gates, const uint16_t *gate_up, const uint16_t *down, float *y,
+                 const uint16_t *after, int64_t tokens, int64_t top_k, int64_t num_experts, int64_t dim, int64_t inner) {
+    return forward(BF16, x, ids, gates, gate_up, down, y, NULL, after, tokens, top_k, num_experts, dim, inner);
 }
 
 /* y = sum_k gate_k · rows_k of results that were computed elsewhere, one row a pair: the sums of `experts`, in its order. */
@@ -74,7 +102,7 @@ int combine_experts(const float *rows, const int64_t *ids, const float *gates, f
         }
     sort_pairs(ids, pairs, num_experts, start, order);
     memset(y, 0, (size_t)(tokens * dim) * sizeof *y);
-    for (int64_t i = 0; i < pairs; i++) add_row(rows + order[i] * dim, gates[order[i]], dim, y + order[i] / top_k * dim);
+    for (int64_t i = 0; i < pairs; i++) add_row(FLOAT, rows + order[i] * dim, gates[order[i]], dim, y + order[i] / top_k * dim);
     free(start);
     return OK;
 }
@@ -143,7 +171,7 @@ int experts_backward(const float *x, const int64_t *ids, const float *gates, con
                 d_gates[pair] = activate_backward(hidden + (at + r) * wide, mid[r], gates[pair], inner, d_hidden + r * wide, weighted + r * inner);
             }
             rows_times(n, back, 1, up_t, wide, dim, to, 0, NULL);
-            for (int64_t r = 0; r < n; r++) add_row(to[r], 1, dim, dx + order[at + r] / top_k * dim);
+            for (int64_t r = 0; r < n; r++) add_row(FLOAT, to[r], 1, dim, dx + order[at + r] / top_k * dim);
             outer(n, xs, dim, d_hidden, wide, d_gate_up + e * dim * wide, at > start[e]);
             outer(n, weighted, inner, dys, dim, d_down + e * inner * dim, at > start[e]);
         }

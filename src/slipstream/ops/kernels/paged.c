@@ -12,6 +12,18 @@ int write_kv(const float *k, const float *v, float *k_cache, float *v_cache, con
     return OK;
 }
 
+/* Rounded floats into a bf16 cache. */
+int write_kv_bf16(const float *k, const float *v, uint16_t *k_cache, uint16_t *v_cache, const int64_t *slots, int64_t tokens,
+                  int64_t k_stride, int64_t v_stride, int64_t width, int64_t num_slots) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots[t] < 0 || slots[t] >= num_slots) return BAD_INDEX;
+    for (int64_t t = 0; t < tokens; t++) {
+        to_bf16(k + t * k_stride, width, k_cache + slots[t] * width);
+        to_bf16(v + t * v_stride, width, v_cache + slots[t] * width);
+    }
+    return OK;
+}
+
 enum { TOKENS = 64 }; /* per pass of the online softmax: their keys and values stay in the L2 cache while all heads pass */
 
 /* query · k[at[j]] for WIDE tokens. */

@@ -1,4 +1,4 @@
-/* What all kernels share: vectors, exp, sums in a fixed order, and a small matrix product.
+/* What all kernels share: vectors, exp, sums in a fixed order, bf16.
  *
  * Vectors are GCC/Clang vector extensions: the compiler maps them to AVX2, AVX-512 or NEON. `v8` has 8 floats everywhere, `vec` as many
  * as fill the machine's arithmetic units (WIDE: 16 with AVX-512, else 8). Feature counts are multiples of 8, so that a row ends with a
@@ -24,6 +24,8 @@ typedef int32_t v8i __attribute__((vector_size(32)));
 typedef float vec __attribute__((vector_size(4 * WIDE)));
 typedef float vecu __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 typedef int32_t veci __attribute__((vector_size(4 * WIDE)));
+typedef uint32_t vecb __attribute__((vector_size(4 * WIDE)));
+typedef uint32_t bits __attribute__((may_alias)); /* those of a float */
 enum { LINE = 16 }; /* floats in a line of the cache */
 enum { OK = 0, NO_MEMORY = -1, BAD_INDEX = -2 };
 #define INLINE static inline __attribute__((always_inline))
@@ -183,101 +185,24 @@ static inline void transpose(const float *b, int64_t ldb, int64_t rows, int64_t 
         }
 }
 
-/* ---- small matrix product -------------------------------------------------------------------------------------------- */
+/* ---- bf16: the upper half of a float ---------------------------------------------------------------------------------- */
 
-/* A tile of sums fills the registers and leaves room for a row of b: 6 x 4 vecs of the 32 registers of AVX-512, 6 x 2 of the 16 of AVX2.
- * STRIP columns of DEPTH rows of b stay in the L1 cache while all rows of a pass, and all columns of them in the L2 cache. */
-enum { TILE_ROWS = 6, FULL = WIDE == 16 ? 4 : 2, STRIP = WIDE == 16 ? 64 : 32, DEPTH = 64 };
-
-/* Memory that is wanted soon: up to `end` it comes into the L2 cache while a tile is computed, as evenly as possible, since what waits for
- * memory takes the places that reading from the L2 cache needs. `tiles` of a strip share what the strip is wide. */
-typedef struct {
-    const float *at, *end;
-    int64_t tiles;
-} Ahead;
-
-/* c[r] (+)= a[r] · b for `m` rows and `nv` vecs of columns (`half`: the only one is half); b is [depth, ...] with row length `ldb`.
- * Element i of row r is a[r][i · step]: a step above 1 walks down a column, which makes aᵀ · b. `add`: the sums start from c.
- * Every element is one chain of multiply-adds in the order of `depth`, whatever the tile: results do not depend on the batch. */
-INLINE void tile(const int m, const int nv, const int half, const float *const *a, int64_t step, const float *b, int64_t ldb,
-                 int64_t depth, float *const *c, int64_t column, int add, Ahead *ahead) {
-    const float *wanted = ahead->at, *end = ahead->end;
-    const int64_t lines = (nv * (WIDE / 8) + 2 * ahead->tiles - 1) / (2 * ahead->tiles);
-    vec acc[TILE_ROWS][8];
-#pragma GCC unroll 8
-    for (int r = 0; r < m; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < nv; j++) {
-            const float *from = c[r] + column + WIDE * j;
-            acc[r][j] = !add ? splat_wide(0) : half ? load_half(from) : load_wide(from);
-        }
-    for (int64_t i = 0; i < depth * step; i += step, b += ldb) {
-        vec row[8];
-#pragma GCC unroll 8
-        for (int j = 0; j < nv; j++) row[j] = half ? load_half(b) : load_wide(b + WIDE * j);
-        if (wanted < end)
-            for (int64_t j = 0; j < lines; j++, wanted += LINE) __builtin_prefetch(wanted, 0, 2);
-#pragma GCC unroll 8
-        for (int r = 0; r < m; r++) {
-            vec x = splat_wide(a[r][i]);
-#pragma GCC unroll 8
-            for (int j = 0; j < nv; j++) acc[r][j] += x * row[j];
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < m; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < nv; j++) {
-            float *to = c[r] + column + WIDE * j;
-            if (half) store_half(to, acc[r][j]);
-            else store_wide(to, acc[r][j]);
-        }
-    ahead->at = wanted;
+/* The nearest bf16, ties to even. */
+INLINE vec rounded(vec x) {
+    vecb b = (vecb)x;
+    return (vec)((b + 0x7fff + ((b >> 16) & 1)) & 0xffff0000);
 }
 
-/* Columns [from, to) of up to TILE_ROWS rows: wide tiles for few rows, so that there are always enough independent chains. */
-static inline void tile_rows(int m, const float *const *a, int64_t step, const float *b, int64_t ldb, int64_t depth, float *const *c,
-                             int64_t from, int64_t to, int add, Ahead *ahead) {
-    int64_t at = from;
-#define TILE(M, NV, HALF) tile(M, NV, HALF, a, step, b + at, ldb, depth, c, at, add, ahead)
-#define TILES(M, NV) \
-    for (; at + WIDE * NV <= to; at += WIDE * NV) TILE(M, NV, 0)
-#define REST(M)                  \
-    if (FULL > 2) TILES(M, 2);   \
-    TILES(M, 1);                 \
-    if (at < to) TILE(M, 1, 1);  \
-    break
-    switch (m) {
-        case 1: TILES(1, 8); TILES(1, 4); TILES(1, 2); REST(1);
-        case 2: if (WIDE == 16) TILES(2, 8); TILES(2, 4); TILES(2, 2); REST(2);
-        case 3: TILES(3, FULL); REST(3);
-        case 4: TILES(4, FULL); REST(4);
-        case 5: TILES(5, FULL); REST(5);
-        case 6: TILES(6, FULL); REST(6);
-    }
-#undef TILE
-#undef TILES
-#undef REST
+/* Every element of x, in place. */
+static inline void round_all(float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i += WIDE) store_next(x + i, n - i, rounded(load_next(x + i, n - i)));
 }
 
-/* n rows: c[r] (+)= a[r] · b with b dense, [depth, columns]. Rows are spread evenly over the tiles. While DEPTH rows of b are in use, the
- * next ones come into the L2 cache, in the order of memory; behind the last ones those of `next` (NULL: none), the matrix of the next
- * product: the weights of a layer are larger than that cache, and few rows leave no time to wait for them. */
-static inline void rows_times(int64_t n, const float *const *a, int64_t step, const float *b, int64_t depth, int64_t columns,
-                              float *const *c, int add, const float *next) {
-    int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS, strip = tiles == 1 ? columns : STRIP;
-    int64_t piece = next == NULL && tiles > 4 ? 2 * DEPTH : DEPTH; /* many rows do not wait for memory */
-    const float *row[TILE_ROWS];
-    for (int64_t d = 0; d < depth; d += piece) {
-        int64_t rows = least(piece, depth - d);
-        const float *here = b + d * columns, *wanted = d + rows < depth ? here + rows * columns : next;
-        Ahead ahead = {wanted, wanted, tiles};
-        for (int64_t from = 0; from < columns; from += strip)
-            for (int64_t i = 0; i < tiles; i++) {
-                int64_t begin = n * i / tiles, end = n * (i + 1) / tiles, to = least(from + strip, columns);
-                for (int64_t r = begin; r < end; r++) row[r - begin] = a[r] + d * step;
-                if (wanted != NULL) ahead.end = wanted + rows * (from + (to - from) * (i + 1) / tiles);
-                tile_rows((int)(end - begin), row, step, here, columns, rows, c + begin, from, to, add || d > 0, &ahead);
-            }
-    }
+static inline void from_bf16(const uint16_t *x, int64_t n, float *out) {
+    for (int64_t i = 0; i < n; i++) ((bits *)out)[i] = (bits)x[i] << 16;
+}
+
+/* Of floats that are rounded. */
+static inline void to_bf16(const float *x, int64_t n, uint16_t *out) {
+    for (int64_t i = 0; i < n; i++) out[i] = (uint16_t)(((const bits *)x)[i] >> 16);
 }
