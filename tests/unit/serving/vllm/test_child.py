@@ -73,15 +73,57 @@ async def test_the_server_sees_the_plugin_and_our_arguments(tmp_path):
     assert (tmp_path / "seen").read_text() == "--flag1"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it: Linux only")
-def test_the_server_ends_when_its_parent_is_killed(tmp_path):
-    folder = stand_in(tmp_path / "stand-in", "import time; time.sleep(60)")
-    command = [sys.executable, "-c", PARENT, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ), text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        os.kill(parent.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while not gone(pid) and time.monotonic() < deadline:
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc, and the kernel's word that a parent is gone: Linux only")
+class TestNothingIsLeft:
+    """Of a server killed before it could clean up (vLLM while it starts), with a child that takes no hint and shared memory."""
+
+    LITTER = """
+import subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
+block = SharedMemory(create=True, size=4096)
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+with open({said!r} + ".new", "w") as file:
+    file.write(f"{{child.pid}} {{block.name}}")
+import os; os.rename({said!r} + ".new", {said!r})
+time.sleep(60)
+"""
+
+    def code(self, folder: Path) -> str:
+        return self.LITTER.format(said=str(folder / "said"))
+
+    def litter(self, folder: Path) -> tuple[int, Path]:
+        """The child and the shared memory, once they are there."""
+        wait(lambda: (folder / "said").exists())
+        pid, name = (folder / "said").read_text().split()
+        return int(pid), Path("/dev/shm") / name
+
+    async def test_when_it_is_told_to_stop(self, tmp_path):
+        server = await started(tmp_path, self.code(tmp_path))
+        child, block = self.litter(tmp_path)
+        assert block.exists() and not gone(child)
+        await server.stop()
+        assert gone(server.pid) and gone(child) and not block.exists()
+
+    def test_when_its_parent_is_killed(self, tmp_path):
+        folder = stand_in(tmp_path / "stand-in", self.code(tmp_path))
+        command = [sys.executable, "-c", PARENT, str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ), text=True) as parent:
+            assert parent.stdout is not None
+            guard = int(parent.stdout.readline())
+            child, block = self.litter(tmp_path)
+            os.kill(parent.pid, signal.SIGKILL)
+        wait(lambda: gone(guard))
+        assert gone(child) and not block.exists()
+
+    async def test_when_it_is_killed_itself_and_its_exit_code_is_told(self, tmp_path):
+        server = await started(tmp_path, self.code(tmp_path).replace("time.sleep(60)\n", "os.kill(os.getpid(), 9)\n"))
+        assert await server.ended() == 137
+        child, block = self.litter(tmp_path)
+        assert gone(child) and not block.exists()
+
+
+def wait(holds) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end, "it takes too long"
         time.sleep(0.05)
-    assert gone(pid)

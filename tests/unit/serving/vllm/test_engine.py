@@ -81,6 +81,13 @@ async def test_a_first_version_that_fails_leaves_nothing_live(tmp_path):
         assert (await engine.state()).live_version == -1 and not engine.ready
 
 
+@pytest.mark.parametrize("canary", [True, False])
+async def test_what_is_slow_once_is_computed_before_anything_waits_for_it(tmp_path, canary):
+    async with stubbed(tmp_path, canary=canary) as (stub, engine):
+        await engine.updates.warm_up()
+        assert stub.scored == 1 and (await engine.state()).live_version == -1
+
+
 async def test_without_a_canary_nothing_tells(tmp_path):
     async with stubbed(tmp_path, canary=False) as (stub, engine):
         stub.spoil.add("w1")
