@@ -19,7 +19,7 @@ from slipstream.errors import EngineError, EngineUnavailable, RequestError
 from slipstream.serving.vllm.middleware import ROUTE
 from slipstream.transport.threads import off_loop
 
-ASK_TIMEOUT_S, GENERATE_TIMEOUT_S = 120.0, 3600.0
+ASK_TIMEOUT_S, GENERATE_TIMEOUT_S, HEALTH_TIMEOUT_S = 120.0, 3600.0, 5.0
 GENERATE = "/inference/v1/generate"
 LINE_BYTES = 1 << 22
 """Longest line of a stream: all tokens that were sampled since the last one was read."""
@@ -93,10 +93,23 @@ class Api:
 
     async def healthy(self) -> bool:
         try:
-            await self._send("GET", "/health", timeout_s=5.0)
+            await self._send("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except EngineError:
             return False
         return True
+
+    async def gone(self) -> bool:
+        """Whether nobody listens any more, or who listens says that its engine is dead. One that is slow to answer is neither.
+
+        A server that waits for an engine which is dead does not end: it waits for ever.
+        """
+        try:
+            await self._send("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except (Unreachable, ServerFailed):
+            return True
+        except EngineError:
+            pass
+        return False
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -129,12 +142,18 @@ class Api:
                 yield response
         except TimeoutError:
             raise EngineUnavailable(f"vLLM: {path}: no answer within {timeout_s:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Unreachable(f"vLLM: {path}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"vLLM: {path}: {type(error).__name__}: {error}") from None
 
 
 class LoadFailed(EngineError):
     """The weights are not loaded, or not all of them: the server must not be used before others are."""
+
+
+class Unreachable(EngineUnavailable):
+    """Nobody listens."""
 
 
 class ServerFailed(EngineUnavailable):

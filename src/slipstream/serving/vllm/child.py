@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError, EngineUnavailable
 from slipstream.serving.vllm.api import Api
 
 ENTRY_POINTS = "[vllm.general_plugins]\nslipstream = slipstream.serving.vllm.plugin:register\n"
-STOP_S = 40.0
+STOP_S = 30.0
 """More than all of the guard's deadlines together."""
 POLL_S = 0.25
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 SERVER = "vllm.entrypoints.openai.api_server"
 """The `vllm` command is missing from rebuilds under another name; the module is there in all of them."""
-STOP_S, END_S = 15.0, 5.0
-"""vLLM's own time to end, and that of each harder step after it."""
+STOP_S, END_S = 10.0, 3.0
+"""Time of vLLM itself to end, and of each harder step after it: less than the supervisor gives a role, all together."""
 POLL_S = 0.1
 
 

@@ -75,7 +75,7 @@ async def _serve(config: RunConfig, number: int, endpoint: Path, writer: Metrics
         log.info("%s listens on %s", endpoint.stem, url)
         reporting = asyncio.create_task(_report(replica, writer))
         stack.callback(reporting.cancel)
-        await _first(stopped.wait(), replica.server.ended(), replica.engine.updates.broken.wait())
+        await _first(stopped.wait(), replica.server.ended(), _gone(replica.api), replica.engine.updates.broken.wait())
         if stopped.is_set():
             return 0
         log.critical("vLLM ended, or what it computes is unknown; this replica ends")
@@ -174,6 +174,12 @@ async def _listening(replica: Replica, token: str, host: str, port: int) -> Asyn
         yield await listen(runner, host, port, "engine")
     finally:
         await runner.cleanup()
+
+
+async def _gone(api: Api) -> None:
+    """Returns when vLLM will not answer any more, although its process may be there."""
+    while not await api.gone():
+        await asyncio.sleep(INTERVAL_S)
 
 
 async def _report(replica: Replica, writer: MetricsWriter) -> None:

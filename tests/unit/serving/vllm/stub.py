@@ -45,6 +45,8 @@ class StubVllm:
         self.aborted: dict[str, asyncio.Event] = {}
         self.spans: dict[str, list[list[Any]]] = {}
         """Of requests that are streamed: [version, first token]."""
+        self.health, self.health_go = 200, asyncio.Event()
+        self.health_go.set()
         self.no_spans = False
         """The server has no such route, as another vLLM might."""
 
@@ -128,6 +130,10 @@ class StubVllm:
         self.calls.append(f"{request.path[1:]} {request.query_string}".split("&")[0].strip())
         return web.json_response({})
 
+    async def say_health(self, _: web.Request) -> web.Response:
+        await self.health_go.wait()
+        return web.Response(status=self.health)
+
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(text='vllm:generation_tokens_total{engine="0"} 7.0\nvllm:kv_cache_usage_perc{engine="0"} 0.25\n')
 
@@ -140,7 +146,7 @@ class StubVllm:
             "/finish_weight_update": self.finish,
             **dict.fromkeys(("/pause", "/resume", "/start_weight_update", "/reset_prefix_cache"), self.note),
         }
-        app.add_routes([web.get("/metrics", self.metrics), web.get(ROUTE, self.say_spans)])
+        app.add_routes([web.get("/health", self.say_health), web.get("/metrics", self.metrics), web.get(ROUTE, self.say_spans)])
         app.add_routes([web.post(path, handler) for path, handler in posts.items()])
         return app
 
