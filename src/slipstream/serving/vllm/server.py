@@ -178,7 +178,7 @@ async def _listening(replica: Replica, token: str, host: str, port: int) -> Asyn
 
 async def _gone(api: Api) -> None:
     """Returns when vLLM will not answer any more, although its process may be there."""
-    while not await api.gone():
+    while not await api.gone():  # noqa: ASYNC110  it is another process
         await asyncio.sleep(INTERVAL_S)
 
 

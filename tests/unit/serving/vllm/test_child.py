@@ -75,21 +75,28 @@ async def test_the_server_sees_the_plugin_and_our_arguments(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc, and the kernel's word that a parent is gone: Linux only")
 class TestNothingIsLeft:
-    """Of a server killed before it could clean up (vLLM while it starts), with a child that takes no hint and shared memory."""
+    """Of a server that ends at once (vLLM while it starts) above a child with shared memory that takes no hint."""
 
     LITTER = """
-import subprocess, sys, time
+import os, subprocess, sys, time
+child = '''
+import os, signal, time
 from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 block = SharedMemory(create=True, size=4096)
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
 with open({said!r} + ".new", "w") as file:
-    file.write(f"{{child.pid}} {{block.name}}")
-import os; os.rename({said!r} + ".new", {said!r})
+    file.write(f"{{os.getpid()}} {{block.name}}")
+os.rename({said!r} + ".new", {said!r})
 time.sleep(60)
+'''
+subprocess.Popen([sys.executable, "-c", child])
+while not os.path.exists({said!r}):
+    time.sleep(0.01)
+{end}
 """
 
-    def code(self, folder: Path) -> str:
-        return self.LITTER.format(said=str(folder / "said"))
+    def code(self, folder: Path, end: str = "time.sleep(60)") -> str:
+        return self.LITTER.format(said=str(folder / "said"), end=end)
 
     def litter(self, folder: Path) -> tuple[int, Path]:
         """The child and the shared memory, once they are there."""
@@ -116,7 +123,7 @@ time.sleep(60)
         assert gone(child) and not block.exists()
 
     async def test_when_it_is_killed_itself_and_its_exit_code_is_told(self, tmp_path):
-        server = await started(tmp_path, self.code(tmp_path).replace("time.sleep(60)\n", "os.kill(os.getpid(), 9)\n"))
+        server = await started(tmp_path, self.code(tmp_path, "os.kill(os.getpid(), 9)"))
         assert await server.ended() == 137
         child, block = self.litter(tmp_path)
         assert gone(child) and not block.exists()
