@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import EngineError, EngineUnavailable
-from slipstream.types import PolicyVersion
-from tests.conformance.conftest import Live
+from slipstream.types import PolicyVersion, TokenPiece
+from tests.conformance.conftest import Live, check_accounts
 from tests.conformance.material import A_AGAIN, A, B, prompt
 
 LONG = {"max_tokens": 400, "temperature": 1.0}
@@ -61,6 +61,28 @@ async def test_an_update_in_flight_keeps_running_requests_and_marks_where_the_we
         if (old, new) in numbers:
             return
     raise AssertionError(f"no request was running at an update: {numbers}")
+
+
+@pytest.mark.needs("model", "stream")
+async def test_a_stream_goes_on_after_an_update_and_says_of_each_token_what_sampled_it(live: Live):
+    for old, new in ((A, B), (B, A)) * 2:
+        requests = [live.request(60 + seed, seed=seed, salt=old, **LONG) for seed in range(16)]
+        heard = [list[TokenPiece]() for _ in requests]
+        running = [
+            asyncio.create_task(live.engine.stream(request, pieces.append))  # type: ignore[attr-defined]
+            for request, pieces in zip(requests, heard, strict=True)
+        ]
+        await live.until(lambda state: state.running > 0)
+        await live.swap(live.material.versions[new])
+        for request, pieces, asking in zip(requests, heard, running, strict=True):
+            completion = await asking
+            check_accounts(live.material, live.subject, request, completion)
+            stamps = [(int(token), piece.version) for piece in pieces for token in piece.tokens_N]
+            sampled_by = [version for version, count in completion.versions for _ in range(count)]
+            assert stamps == list(zip(completion.tokens_N.tolist(), sampled_by, strict=True))[: len(stamps)]
+        if any({old, new} <= {piece.version for piece in pieces} for pieces in heard):
+            return
+    raise AssertionError("no stream was heard before and after an update")
 
 
 async def test_prepare_and_commit_may_be_repeated(live: Live):

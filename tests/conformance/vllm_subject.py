@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from slipstream.config import RunConfig, to_toml, validate
 from slipstream.ports import Engine
@@ -48,6 +49,14 @@ class VllmProcess:
             time.sleep(0.2)
         endpoint = msgspec.json.decode(self._endpoint.read_bytes(), type=Endpoint)
         return HttpEngine(endpoint.url, endpoint.token)
+
+    def below(self) -> list[psutil.Process]:
+        """vLLM's processes."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def ended(self) -> int:
+        """Waits for its exit code."""
+        return self._process.wait(60)
 
     def close(self) -> None:
         self._process.terminate()

@@ -5,6 +5,7 @@ Needs SLIPSTREAM_VLLM_PYTHON, the interpreter of an environment that has vLLM an
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 from slipstream.errors import EngineError, EngineUnavailable
 from slipstream.models.maker import make_model
-from tests.conformance.material import A_AGAIN, A, B, Material
+from slipstream.types import GenerateRequest, Sampling
+from tests.conformance.material import A_AGAIN, A, B, Material, prompt
 from tests.conformance.vllm_subject import VllmProcess
 from tests.e2e.small import small
 
@@ -22,7 +24,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="vLLM is not tried: SLIPSTREAM_VLLM_PYTHON names no interpreter that has it"),
 ]
-FAULT = "from slipstream.serving.vllm import plugin\n\ndef plant():\n    plugin.FolderWeights.{what} = lambda self: None\n"
+FAULT = """
+import os, time
+from slipstream.serving.vllm import plugin
+
+def plant():
+    plugin.FolderWeights.{what} = lambda self: {does}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +38,13 @@ def material(tmp_path_factory) -> Material:
     return Material.make(tmp_path_factory.mktemp("material"))
 
 
-def planted(folder: Path, what: str) -> dict[str, str]:
-    """A plugin of vLLM that makes ours leave something out."""
+def planted(folder: Path, what: str, does: str = "None") -> dict[str, str]:
+    """A plugin of vLLM that makes ours leave something out, or do something else."""
     metadata = folder / "fault-1.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fault\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nfault = planted_fault:plant\n")
-    (folder / "planted_fault.py").write_text(FAULT.format(what=what))
+    (folder / "planted_fault.py").write_text(FAULT.format(what=what, does=does))
     return {"PYTHONPATH": str(folder)}
 
 
@@ -67,6 +75,33 @@ async def test_a_load_that_leaves_a_tied_head_behind_is_caught_and_the_old_versi
                 await engine.commit(B)
             state = await engine.state()
             assert (state.live_version, state.fingerprint) == (A_AGAIN, material.versions[A].fingerprint)
+    finally:
+        process.close()
+
+
+async def test_an_engine_core_that_is_killed_in_an_update_ends_what_waits_and_leaves_nothing_behind(material, tmp_path):
+    asked, hangs = tmp_path / "asked", tmp_path / "hangs"
+    hang = f"os.path.exists({str(asked)!r}) and (os.mkdir({str(hangs)!r}), time.sleep(600))"
+    process = VllmProcess(tmp_path / "run", material.model, Path(PYTHON), env=planted(tmp_path / "fault", "pack_tied_heads", hang))
+    try:
+        async with process.client() as engine:
+            await engine.prepare(material.versions[A])
+            await engine.commit(A)
+            await engine.prepare(material.versions[B])
+            asked.touch()
+            request = GenerateRequest("r", prompt(1, 9), Sampling(max_tokens=480), salt=A)
+            begun = asyncio.Event()
+            waiting = [asyncio.create_task(engine.stream(request, lambda _: begun.set()))]
+            await begun.wait()
+            waiting.append(asyncio.create_task(engine.commit(B)))
+            while not hangs.exists():  # noqa: ASYNC110  another process makes it
+                await asyncio.sleep(0.1)
+            below = process.below()
+            blocks = {Path(found.path) for each in below for found in each.memory_maps() if found.path.startswith("/dev/shm/psm")}
+            next(each for each in below if "EngineCore" in " ".join(each.cmdline())).kill()
+            assert all(isinstance(end, EngineUnavailable) for end in await asyncio.gather(*waiting, return_exceptions=True))
+        assert process.ended() == 1
+        assert blocks and not [each for each in below if each.is_running()] and not [block for block in blocks if block.exists()]
     finally:
         process.close()
 

@@ -55,6 +55,9 @@ class RouterConfig(Section):
     """Every replica that is up is asked for its state this often."""
     health_deadline_s: float = Field(default=30.0, gt=0)
     """A replica that does not answer within this is down. An engine answers between two of its steps: allow for the longest."""
+    update_timeout_s: float = Field(default=120.0, gt=0)
+    """How long a replica may take to prepare a policy version, and how long to commit it. One that takes longer is down: the others go on,
+    and it gets requests again once it has the version."""
     breaker_failures: int = Field(default=5, ge=1)
     """Failures in a row after which a replica gets no requests for a while. More than the four times that one request is sent, or one
     request could shut every replica out."""

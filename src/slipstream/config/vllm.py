@@ -47,9 +47,14 @@ INTERNAL = frozenset(
         "scheduling_policy",
         "generation_config",
         "disable_uvicorn_access_log",
+        "disable_log_stats",
+        "api_key",
+        "root_path",
+        "ssl_keyfile",
+        "ssl_certfile",
     }
 )
-"""Arguments of vLLM that the adapter itself needs at a certain value."""
+"""Arguments of vLLM that the adapter itself needs at a certain value: it alone speaks to the server, over a socket of its own."""
 
 
 class VllmConfig(EngineBase):
@@ -83,6 +88,9 @@ class VllmConfig(EngineBase):
     """Largest mean difference of their logprobs, in nats, at which a version goes live. none: 0.002 for float32, otherwise 0.1."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """How long vLLM may take to load the model and answer."""
+    load_timeout_s: float = Field(default=600.0, gt=0)
+    """How long vLLM may take to load a new policy version. Beyond it the replica ends and is started again. Who publishes waits as long as
+    router.update_timeout_s says and goes on without the replica then; one that is merely slow comes back by itself."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of vLLM's processes, beside those that slipstream sets."""
     args: dict[str, Any] = Field(default_factory=dict)

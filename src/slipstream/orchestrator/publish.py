@@ -7,14 +7,15 @@ newest version; training goes on meanwhile as far as the lag bound allows. Knows
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import EngineError, EngineUnavailable, ModelError, TrainerError, WireError
 from slipstream.orchestrator.waits import Deadlines
 from slipstream.ports import Engine, Trainer
 from slipstream.types import PolicyVersion
 
+T = TypeVar("T")
 MOST_REFUSALS = 20
 """Times in a row that the engine may answer that it cannot use a version (wrong fingerprint, wrong shape) before the run ends."""
 
@@ -90,13 +91,10 @@ class Publisher:
         """None once the engine samples from `version`; otherwise what went wrong."""
         deadlines = self._deadlines
         try:
-            async with asyncio.timeout(deadlines.prepare_s):
-                await self._engine.prepare(version)
-            async with asyncio.timeout(deadlines.commit_s):
-                await self._engine.commit(version.number)
-            async with asyncio.timeout(deadlines.state_s):
-                state = await self._engine.state()
-        except (TimeoutError, EngineError) as error:
+            await _within(deadlines.prepare_s, "prepare", self._engine.prepare(version))
+            await _within(deadlines.commit_s, "commit", self._engine.commit(version.number))
+            state = await _within(deadlines.state_s, "state", self._engine.state())
+        except EngineError as error:
             self._count_refusal(error)
             return f"{type(error).__name__}: {error}"
         self._refusals = 0
@@ -104,9 +102,17 @@ class Publisher:
             return None
         return f"live is version {state.live_version} with fingerprint {state.fingerprint}, not {version.fingerprint}"
 
-    def _count_refusal(self, error: TimeoutError | EngineError) -> None:
+    def _count_refusal(self, error: EngineError) -> None:
         """Waiting mends an engine that is away or slow; it does not mend one that says no."""
-        refused = isinstance(error, EngineError) and not isinstance(error, EngineUnavailable)
-        self._refusals = self._refusals + 1 if refused else 0
+        self._refusals = 0 if isinstance(error, EngineUnavailable) else self._refusals + 1
         if self._refusals >= MOST_REFUSALS:
             raise error
+
+
+async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
+    """Raises EngineUnavailable at the deadline."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        raise EngineUnavailable(f"{what}: no answer of the engines within {seconds:g} s; it is tried again") from None

@@ -35,6 +35,7 @@ from slipstream.orchestrator.evals import eval_sampling
 from slipstream.orchestrator.ledger import Ledger
 from slipstream.orchestrator.loop import BoundEnv, Orchestrator, Parts
 from slipstream.orchestrator.store import FolderLock, RunStore
+from slipstream.orchestrator.waits import Deadlines
 from slipstream.ports import Engine, Player
 from slipstream.serving.gateway.gateway import Gateway
 from slipstream.serving.pool import EnginePool
@@ -77,7 +78,8 @@ async def _run(run_folder: Path, config: RunConfig, ledger: Ledger, metrics: Met
         bound_envs = _bind_envs(config, loaded, engine, gateway, ledger.last_state())
         envs = tuple(_watched(bound, watchdog.seen) for bound in bound_envs)
         written = _Beside(metrics, engine, gateway)
-        parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), written, time.time)
+        deadlines = Deadlines.of_run(config.router)
+        parts = Parts(envs, engine, FolderTrainer(run_folder), ledger, RunStore(run_folder), written, time.time, deadlines)
         beating = asyncio.create_task(_beat(watchdog, min(1.0, config.orchestrator.max_freeze_s / 4)))
         gc.freeze()  # nothing that is here already will be garbage: a full pass over it would hold the loop up for tens of milliseconds
         run = asyncio.create_task(Orchestrator(config, parts).run(), name="run")

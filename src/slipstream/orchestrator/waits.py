@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from slipstream.config.router import RouterConfig
 from slipstream.errors import TrainerError
 
 PERSIST_TRIES = 8
@@ -16,9 +17,9 @@ class Deadlines:
     """Seconds that the run waits for each part before it looks, or tries, again."""
 
     prepare_s: float = 120.0
-    """An engine loads and verifies new weights."""
+    """The engines load and verify new weights."""
     commit_s: float = 120.0
-    """An engine swaps them in between two decode steps; vLLM loads them and verifies what it computes."""
+    """They swap them in between two decode steps; vLLM loads them and verifies what it computes."""
     state_s: float = 5.0
     send_s: float = 60.0
     """A batch becomes durable."""
@@ -32,6 +33,12 @@ class Deadlines:
     """One evaluation, during which newer versions wait."""
     cancel_grace_s: float = 5.0
     """A cancelled player that has not ended by then is abandoned."""
+
+    @classmethod
+    def of_run(cls, router: RouterConfig) -> Deadlines:
+        """Those of an update are longer than the pool's own, whose errors name the replica: one that is late, and then none that is up."""
+        update_s = 2 * router.update_timeout_s + router.patience_s
+        return cls(prepare_s=update_s, commit_s=update_s)
 
 
 class Wake:

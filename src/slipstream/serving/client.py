@@ -27,8 +27,6 @@ from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVer
 
 ASK_TIMEOUT_S = 60.0
 """Deadline of state, abort and the like. The server answers between two engine steps, which take seconds for a large model on a CPU."""
-UPDATE_TIMEOUT_S = 600.0
-"""Deadline of prepare, which reads and hashes all weights, and of commit, which on vLLM loads them and verifies what it computes."""
 Body = bytes | memoryview
 _NO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -36,13 +34,17 @@ _NO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 class HttpEngine:
     """Implements ports.Engine. Every call has a deadline of its own, beside the caller's."""
 
-    def __init__(self, url: str, token: str = "", generate_timeout_s: float = 3600.0):
-        """`url` like 'http://127.0.0.1:8000'. `token` is the admin token; generating needs none."""
+    def __init__(self, url: str, token: str = "", generate_timeout_s: float = 3600.0, update_timeout_s: float = 600.0):
+        """`url` like 'http://127.0.0.1:8000'. `token` is the admin token; generating needs none.
+
+        `update_timeout_s`: of prepare, which reads and hashes all weights, and of commit, which on vLLM loads them and verifies what it
+        computes.
+        """
         self.url = url.rstrip("/")
         self._generate_url = URL(f"{self.url}/slipstream/generate")  # parsed once
         self._stream_url = URL(f"{self.url}/slipstream/stream")
         self._admin = {"Authorization": f"Bearer {token}"}
-        self._generate_timeout_s = generate_timeout_s
+        self._generate_timeout_s, self._update_timeout_s = generate_timeout_s, update_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -72,10 +74,10 @@ class HttpEngine:
             raise EngineUnavailable(f"{where}: the answer does not decode: {error}") from None
 
     async def prepare(self, version: PolicyVersion) -> None:
-        await self._admin_post("prepare", asdict(version), UPDATE_TIMEOUT_S)
+        await self._admin_post("prepare", asdict(version), self._update_timeout_s)
 
     async def commit(self, number: int) -> None:
-        await self._admin_post("commit", {"number": number}, UPDATE_TIMEOUT_S)
+        await self._admin_post("commit", {"number": number}, self._update_timeout_s)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._admin_post("abort", {"ids": list(request_ids)}, ASK_TIMEOUT_S)

@@ -111,10 +111,10 @@ class Fleet:
     def failed(self, replica: Replica, error: Exception, probe: bool = False) -> None:
         """A call failed as unavailable. Further failures while it is down belong to the same incident."""
         if replica.up:
-            log.warning("%s is down: %s", replica.name, error)
+            log.warning("%s is down: %s; it gets requests again once it answers and has the current version", replica.name, error)
             self.counts["down"] += 1
             replica.breaker.ended(probe, False, self.now())
-        self.last_error = str(error)
+        self.last_error = f"{replica.name}: {error}"
         replica.mark_down()
         self._recover_all()
 
@@ -140,10 +140,10 @@ class Fleet:
             try:
                 state, fresh = await replica.bring_up(self._wanted)
             except EngineUnavailable as error:
-                self.last_error = str(error)
+                self.last_error = f"{replica.name}: {error}"
                 raise
             except EngineError as error:
-                self.last_error = str(error)
+                self.last_error = f"{replica.name}: {error}"
                 if said != str(error):
                     log.error("%s does not come up: %s", replica.name, error)
                 said = str(error)
@@ -228,7 +228,7 @@ class Fleet:
             async with asyncio.timeout(self._config.health_deadline_s):
                 state = await replica.engine.state()
         except TimeoutError:
-            self.failed(replica, EngineUnavailable(f"{replica.name}: no state within {self._config.health_deadline_s:g} s"))
+            self.failed(replica, EngineUnavailable(f"no state within {self._config.health_deadline_s:g} s"))
         except EngineUnavailable as error:
             self.failed(replica, error)
         except EngineError as error:
@@ -239,7 +239,7 @@ class Fleet:
     def seen(self, replica: Replica, state: EngineState) -> None:
         """What it says about itself. Without a live version although it had one, it is another process at the same address."""
         if replica.synced and state.live_version < 0:
-            self.failed(replica, EngineUnavailable(f"{replica.name} was restarted and has no live version"))
+            self.failed(replica, EngineUnavailable("it was restarted and has no live version"))
             return
         self._router.observe(replica.name, state)
         if replica.says_draining != state.draining:

@@ -49,7 +49,7 @@ class EnginePool:
         """`source`: who belongs to it; see `members`."""
         self._config = config or RouterConfig()
         self.router = Router(self._config)
-        self.fleet = Fleet(source, self._config, connect or _connect_http, self.router, lambda: self._current)
+        self.fleet = Fleet(source, self._config, connect or self._connect, self.router, lambda: self._current)
         self._current: PolicyVersion | None = None
         self._prepared: PolicyVersion | None = None
         self._waiting = 0
@@ -201,7 +201,7 @@ class EnginePool:
         async def one(replica: Replica) -> None:
             state = await replica.engine.state()
             if replica.synced and state.live_version < 0:
-                raise EngineUnavailable(f"{replica.name} was restarted and has no live version")
+                raise EngineUnavailable("it was restarted and has no live version")
             self.fleet.seen(replica, state)
             states.append(state)
 
@@ -230,6 +230,9 @@ class EnginePool:
         await self.close()
 
     # ---- all replicas ----
+
+    def _connect(self, endpoint: Endpoint) -> HttpEngine:
+        return HttpEngine(endpoint.url, endpoint.token, update_timeout_s=self._config.update_timeout_s)
 
     async def _on_all(self, call: Callable[[Replica], Awaitable[None]]) -> None:
         """Call every replica that is up, until at least one succeeded; those that fail as unavailable are brought up again later."""
@@ -262,10 +265,6 @@ class _Rejected(Exception):
 
 def _reject(reason: str, error: EngineUnavailable) -> NoReturn:
     raise _Rejected(reason, error)
-
-
-def _connect_http(endpoint: Endpoint) -> HttpEngine:
-    return HttpEngine(endpoint.url, endpoint.token)
 
 
 def _combined(states: Sequence[EngineState]) -> EngineState:

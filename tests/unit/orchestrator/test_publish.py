@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from slipstream.config.router import RouterConfig
 from slipstream.errors import EngineError, EngineUnavailable, TrainerError, WireError
 from slipstream.fakes.engine import FakeEngine
 from slipstream.fakes.store import FakeMetrics
@@ -64,6 +65,31 @@ def test_a_newer_version_overtakes_one_that_the_engine_cannot_have_yet():
 
     version, world = run(script)
     assert (version.number, world.engine.commits) == (7, [7])
+
+
+class Hanging(FakeEngine):
+    """Takes longer over the first commit than anybody waits."""
+
+    async def commit(self, number):
+        if not self.commits:
+            self.commits.append(number)
+            await asyncio.sleep(100.0)
+        await super().commit(number)
+
+
+def test_a_commit_that_hangs_is_said_and_tried_again():
+    async def script(world):
+        return await world.publisher.make_live(fake_version(1))
+
+    version, world = run(script, engine=Hanging(random.Random(0)))
+    (name, fields), (last, _) = world.metrics.events
+    assert (name, last, version.number) == ("publish_failed", "published", 1)
+    assert fields["error"] == "EngineUnavailable: commit: no answer of the engines within 5 s; it is tried again"
+
+
+def test_the_deadlines_of_an_update_are_longer_than_those_of_the_pool_whose_errors_name_the_replica():
+    deadlines = Deadlines.of_run(RouterConfig(update_timeout_s=300.0, patience_s=50.0))
+    assert deadlines.prepare_s == deadlines.commit_s == 650.0
 
 
 class Refusing(FakeEngine):

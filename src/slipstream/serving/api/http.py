@@ -179,15 +179,24 @@ async def listen(runner: web.AppRunner, host: str, port: int, section: str) -> s
     try:
         await web.TCPSite(runner, host, port, backlog=1024).start()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"{section}.port: {host}:{port} is taken; stop what listens there or set another {section}.port (0: a free one)"
-            ) from None
-        reason = error.strerror or error
-        raise ConfigError(f"{section}.host = {host!r}, {section}.port = {port}: cannot listen there: {reason}") from None
+        raise _cannot_listen(error, host, port, section) from None
     address = runner.addresses[0]
     name = f"[{address[0]}]" if ":" in address[0] else address[0]
     return f"http://{name}:{address[1]}"
+
+
+async def check_free(host: str, port: int, section: str) -> None:
+    """For who listens only after long work. Raises ConfigError as `listen` does."""
+    try:
+        (await asyncio.start_server(lambda *_: None, host, port)).close()
+    except OSError as error:
+        raise _cannot_listen(error, host, port, section) from None
+
+
+def _cannot_listen(error: OSError, host: str, port: int, section: str) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"{section}.port: {host}:{port} is taken; stop what listens there or set another {section}.port (0: a free one)")
+    return ConfigError(f"{section}.host = {host!r}, {section}.port = {port}: cannot listen there: {error.strerror or error}")
 
 
 def _explain(request: web.Request, error: web.HTTPException) -> str:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 
 from slipstream.errors import EngineError, EngineUnavailable, RequestError
+from slipstream.serving.vllm.middleware import ROUTE
 from slipstream.transport.threads import off_loop
 
-ASK_TIMEOUT_S, GENERATE_TIMEOUT_S = 120.0, 3600.0
-LOAD_TIMEOUT_S = 1800.0
-"""Deadline of loading weights into the model."""
+ASK_TIMEOUT_S, GENERATE_TIMEOUT_S, HEALTH_TIMEOUT_S = 120.0, 3600.0, 5.0
 GENERATE = "/inference/v1/generate"
 LINE_BYTES = 1 << 22
 """Longest line of a stream: all tokens that were sampled since the last one was read."""
@@ -30,16 +30,21 @@ PREFIX = "generate-tokens-"
 class Api:
     """One server. Every call raises EngineUnavailable when nobody answers."""
 
-    def __init__(self, socket: Path):
-        self._socket = socket
+    def __init__(self, socket: Path, load_timeout_s: float = 600.0):
+        """`load_timeout_s` (engine.load_timeout_s): of loading weights into the model, and of scoring a prompt right after."""
+        self._socket, self._load_timeout_s = socket, load_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST /inference/v1/generate. Cancelling closes the connection, upon which vLLM aborts the request. Raises RequestError."""
         return await self._json("POST", GENERATE, body, GENERATE_TIMEOUT_S)
 
-    async def stream(self, body: Mapping[str, Any], hear: Callable[[dict[str, Any]], None]) -> None:
-        """As `generate`; `hear` gets the answer in pieces (server-sent events) as they come."""
+    async def score(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """As `generate`, for a prompt whose reply nobody waits for: it takes a step or two."""
+        return await self._json("POST", GENERATE, body, self._load_timeout_s)
+
+    async def stream(self, body: Mapping[str, Any], hear: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        """As `generate`; `hear` gets the answer in pieces (server-sent events) as they come. No more is read while it waits."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._asked("POST", GENERATE, body, GENERATE_TIMEOUT_S) as response:
             async for line in response.content:
@@ -48,7 +53,12 @@ class Api:
                 piece = json.loads(line[len(b"data: ") :])
                 if "error" in piece:
                     raise ServerFailed(f"vLLM: {GENERATE}: {_message(line[len(b'data: ') :])}")
-                hear(piece)
+                await hear(piece)
+
+    async def spans(self, request_id: str) -> list[tuple[int, int]]:
+        """See middleware. Policy version and first token of each stretch of a running request; none when it has ended."""
+        found = await self._json("GET", f"{ROUTE}?{urlencode({'id': PREFIX + request_id})}", None, ASK_TIMEOUT_S)
+        return [(int(version), start) for version, start in found["spans"]]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._send("POST", "/inference/v1/abort_requests", {"request_ids": [PREFIX + name for name in request_ids]})
@@ -65,8 +75,8 @@ class Api:
         try:
             await self._send("POST", "/start_weight_update")
             info = {"folder": folder, "fingerprint": fingerprint}
-            await self._send("POST", "/update_weights", {"update_info": info}, LOAD_TIMEOUT_S)
-            await self._send("POST", "/finish_weight_update", {"weight_version": version}, LOAD_TIMEOUT_S)
+            await self._send("POST", "/update_weights", {"update_info": info}, self._load_timeout_s)
+            await self._send("POST", "/finish_weight_update", {"weight_version": version}, self._load_timeout_s)
         except ServerFailed as error:
             raise LoadFailed(f"vLLM could not load {folder}: {error}; its log has the traceback") from None
 
@@ -83,10 +93,23 @@ class Api:
 
     async def healthy(self) -> bool:
         try:
-            await self._send("GET", "/health", timeout_s=5.0)
+            await self._send("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except EngineError:
             return False
         return True
+
+    async def gone(self) -> bool:
+        """Whether nobody listens any more, or who listens says that its engine is dead. One that is slow to answer is neither.
+
+        A server that waits for an engine which is dead does not end: it waits for ever.
+        """
+        try:
+            await self._send("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except (Unreachable, ServerFailed):
+            return True
+        except EngineError:
+            pass
+        return False
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -119,12 +142,18 @@ class Api:
                 yield response
         except TimeoutError:
             raise EngineUnavailable(f"vLLM: {path}: no answer within {timeout_s:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Unreachable(f"vLLM: {path}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"vLLM: {path}: {type(error).__name__}: {error}") from None
 
 
 class LoadFailed(EngineError):
     """The weights are not loaded, or not all of them: the server must not be used before others are."""
+
+
+class Unreachable(EngineUnavailable):
+    """Nobody listens."""
 
 
 class ServerFailed(EngineUnavailable):

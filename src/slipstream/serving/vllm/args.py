@@ -11,6 +11,7 @@ from slipstream.config.vllm import VllmConfig
 BACKEND = "slipstream"
 """Name under which the plugin registers its weight-transfer backend."""
 EXTENSION = "slipstream.serving.vllm.plugin.RoutingCapture"
+SPANS = "slipstream.serving.vllm.middleware.Spans"
 MIB = 1 << 20
 
 
@@ -51,7 +52,8 @@ def arguments(config: VllmConfig, model: Path, seq_len: int, seed: int, socket: 
         "disable_uvicorn_access_log": True,
         **config.args,
     }
-    return [word for name, value in named.items() for word in _words(name.lstrip("-").replace("_", "-"), value)]
+    words = [word for name, value in named.items() for word in _words(name.lstrip("-").replace("_", "-"), value)]
+    return [*words, "--middleware", SPANS]
 
 
 def _words(name: str, value: Any) -> list[str]:

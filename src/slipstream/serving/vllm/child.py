@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from slipstream.errors import ConfigError, EngineUnavailable
 from slipstream.serving.vllm.api import Api
 
 ENTRY_POINTS = "[vllm.general_plugins]\nslipstream = slipstream.serving.vllm.plugin:register\n"
-STOP_S = 15.0
+STOP_S = 30.0
+"""More than all of the guard's deadlines together."""
 POLL_S = 0.25
 
 
@@ -32,27 +32,30 @@ def plugin_folder(folder: Path) -> Path:
     return folder
 
 
-def environment(plugin: Path, extra: Mapping[str, str]) -> dict[str, str]:
-    """Of vLLM's processes. `extra` is the user's (engine.env)."""
-    env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", **extra}
+def environment(plugin: Path, extra: Mapping[str, str], capturing: bool = False) -> dict[str, str]:
+    """Of vLLM's processes. `extra` is the user's (engine.env). `capturing`: routing is recorded in the model runner that the plugin knows,
+    which on GPUs is not the one that vLLM 0.32 takes by itself."""
+    chosen = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if capturing else {}
+    env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", **chosen, **extra}
     paths = [str(plugin), *filter(None, [extra.get("PYTHONPATH")])]  # not ours: it may hold another torch
+    env.pop("VLLM_API_KEY", None)  # the socket is ours alone, and it would guard the routes that we ask
     plugins = env.get("VLLM_PLUGINS")
     if plugins is not None and "slipstream" not in plugins.split(","):
         env["VLLM_PLUGINS"] = f"{plugins},slipstream"
-    # pause, weight transfer and the worker extension are behind this; the socket is ours alone
+    # pause, weight transfer and the worker extension are behind this
     return {**env, "PYTHONPATH": os.pathsep.join(paths), "VLLM_SERVER_DEV_MODE": "1", "SLIPSTREAM_PARENT": str(os.getpid())}
 
 
 class Server:
-    """One running vLLM server."""
+    """One running vLLM server, below its guard."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process
 
     @classmethod
     async def start(cls, python: Path, argv: Sequence[str], env: Mapping[str, str]) -> Server:
-        """It speaks on our standard output and error, in a process group of its own."""
-        command = [str(python), str(Path(__file__).with_name("become.py").resolve()), *argv]
+        """It speaks on our standard output and error, away from the signals of our terminal."""
+        command = [str(python), str(Path(__file__).with_name("guard.py").resolve()), *argv]
         return cls(await asyncio.create_subprocess_exec(*command, env=dict(env), stdin=asyncio.subprocess.DEVNULL, start_new_session=True))
 
     @property
@@ -77,13 +80,13 @@ class Server:
             ended.cancel()
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL to all that is left of its group."""
+        """Has the guard end it and all that it started."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
                     await self._process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
         await self._process.wait()

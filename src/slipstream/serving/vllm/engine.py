@@ -17,9 +17,10 @@ from slipstream.serving.vllm import calls
 from slipstream.serving.vllm.api import Api
 from slipstream.serving.vllm.flights import Flight, Flights
 from slipstream.serving.vllm.rows import RowFetcher
-from slipstream.serving.vllm.scrape import samples
+from slipstream.serving.vllm.scrape import kv_cache, samples
+from slipstream.serving.vllm.told import Told
 from slipstream.serving.vllm.updates import Canary, Updates
-from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Timings, TokenPiece
+from slipstream.types import Completion, EngineState, GenerateRequest, PolicyVersion, Timings
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """A body of calls.body -> vLLM's answer."""
@@ -64,7 +65,7 @@ class VllmEngine:
         return await self._answer(request, self._api.generate)
 
     async def stream(self, request: GenerateRequest, hear: Hear) -> Completion:
-        """See ports.StreamingEngine. Nothing more is heard once an update begins: vLLM says only at the end what sampled which token."""
+        """See ports.StreamingEngine. While an update is loaded and verified nothing is heard; what waits is heard after the verdict."""
         return await self._answer(request, partial(self._stream, request, hear))
 
     async def _answer(self, request: GenerateRequest, ask: Ask) -> Completion:
@@ -95,17 +96,18 @@ class VllmEngine:
         return calls.with_routing(completion, await self._rows.fetch(request, len(completion.tokens_N)))
 
     async def _stream(self, request: GenerateRequest, hear: Hear, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole answer. Tokens are heard while it is certain that the version live at its beginning sampled them."""
-        began, pieces = self.updates.stamp, []
+        """The whole answer. Every token that is heard was sampled by a verified version."""
+        flights, updates = self.flights, self.updates
+        flight, told = flights.by_id[request.id], Told(request, hear, self._api.spans, updates.stamp, updates.count)
 
-        def note(piece: dict[str, Any]) -> None:
-            pieces.append(piece)
-            choice = next(iter(piece["choices"]), None)
-            if choice is not None and choice["finish_reason"] is None and self.flights.open and self.updates.stamp == began:
-                hear(TokenPiece(*calls.tokens_of(request, choice), began))
+        async def note(piece: dict[str, Any]) -> None:
+            told.add(piece)
+            await flights.until(lambda: flights.open or flight.aborted or flight.spoiled)
+            if flights.open and not (flight.spoiled or updates.broken.is_set()):
+                await told.tell(updates.stamp, updates.count)
 
         await self._api.stream(body, note)
-        return calls.joined(pieces)
+        return calls.joined(told.pieces)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See ports.Engine. Returns once they have ended. Raises EngineUnavailable when vLLM does not end them."""
@@ -130,7 +132,8 @@ class VllmEngine:
         self.updates.paused = False
 
     async def state(self) -> EngineState:
-        found = samples(await self._api.metrics())
+        text = await self._api.metrics()
+        found, (block_tokens, kv_tokens) = samples(text), kv_cache(text)
         flights, updates = self.flights.by_id.values(), self.updates
         inside = sum(flight.sent and not flight.answered for flight in flights)  # its own count is that of its last step
         waiting = min(inside, int(found["vllm:num_requests_waiting"]))
@@ -146,6 +149,8 @@ class VllmEngine:
             generated_tokens=int(found["vllm:generation_tokens_total"]),
             busy_s=self.flights.busy_s,
             uptime_s=time.perf_counter() - self._started_s,
+            kv_tokens=kv_tokens,
+            block_tokens=block_tokens,
             draining=self.draining,
         )
 

@@ -70,7 +70,7 @@ class Flights:
         self._wake()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits for a condition on flights and gate. Woken by: `abort`, `reopen`."""
+        """Waits for a condition on flights and gate. Woken by: `abort`, `spoil`, `reopen`."""
         while not holds():
             await self._changed.wait()
 
@@ -87,6 +87,7 @@ class Flights:
         spoiled = {name: flight for name, flight in self.by_id.items() if flight.sent}
         for flight in spoiled.values():
             flight.spoiled = True
+        self._wake()
         await self._end(spoiled)
 
     async def _end(self, found: Mapping[str, Flight]) -> None:

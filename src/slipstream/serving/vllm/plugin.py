@@ -123,9 +123,14 @@ class RoutingCapture:
     model_runner: Any
 
     def slipstream_capture(self) -> list[int]:
-        """Begin. Returns [MoE layers]. Raises ValueError: experts that do not say what they do."""
+        """Begin. Returns [MoE layers]. Raises ValueError: another model runner than the one whose batches are read here."""
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter  # pyright: ignore[reportMissingImports]
 
+        if not hasattr(self.model_runner, "query_start_loc"):
+            raise ValueError(
+                "engine.capture_routing = true needs vLLM's first model runner, and this is another; leave VLLM_USE_V2_MODEL_RUNNER out "
+                "of engine.env, or set engine.capture_routing = false"
+            )
         model = self.model_runner.get_model()
         routers = [module.router for module in model.modules() if isinstance(getattr(module, "router", None), BaseRouter)]
         routers = list({id(router): router for router in routers}.values())

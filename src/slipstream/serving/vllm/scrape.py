@@ -20,6 +20,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 _LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _SOURCE = re.compile(r'source="([a-z_]+)"')
+_CACHE = re.compile(r"^vllm:cache_config_info(\{.*\}) ", re.MULTILINE)
+_BLOCK, _BLOCKS = re.compile(r'[{,]block_size="(\d+)"'), re.compile(r'[{,]num_gpu_blocks="(\d+)"')
 
 
 def samples(text: str) -> Mapping[str, float]:
@@ -30,6 +32,13 @@ def samples(text: str) -> Mapping[str, float]:
         key = f"{name}{{{source[1]}}}" if source else name
         found[key] = max(found[key], float(value)) if name.endswith("_perc") else found[key] + float(value)
     return found
+
+
+def kv_cache(text: str) -> tuple[int, int]:
+    """Tokens of a block, and of all blocks of all data-parallel ranks; 0 where it does not say."""
+    found = [(_BLOCK.search(labels), _BLOCKS.search(labels)) for labels in _CACHE.findall(text)]
+    sizes = [(int(size[1]), int(count[1])) for size, count in found if size and count]
+    return max((size for size, _ in sizes), default=0), sum(size * count for size, count in sizes)
 
 
 def values(text: str) -> dict[str, float]:

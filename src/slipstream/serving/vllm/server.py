@@ -25,7 +25,7 @@ from slipstream.config.vllm import VllmConfig
 from slipstream.errors import EngineError
 from slipstream.models.impl import read_spec
 from slipstream.observe.metrics import MetricsWriter
-from slipstream.serving.api.http import listen
+from slipstream.serving.api.http import check_free, listen
 from slipstream.serving.members import write_endpoint
 from slipstream.serving.vllm.api import Api
 from slipstream.serving.vllm.app import make_app
@@ -36,7 +36,7 @@ from slipstream.serving.vllm.engine import Limits, VllmEngine
 from slipstream.serving.vllm.published import shapes_of
 from slipstream.serving.vllm.rows import RowFetcher
 from slipstream.serving.vllm.scrape import values
-from slipstream.serving.vllm.support import check_python, untested
+from slipstream.serving.vllm.support import check_memory, check_python, untested
 from slipstream.serving.vllm.updates import Canary
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ def serve_run(run_folder: Path, replica: int) -> int:
 async def _serve(config: RunConfig, number: int, endpoint: Path, writer: MetricsWriter) -> int:
     """Replica `number`."""
     port = config.engine.port + number if config.engine.port else 0
+    await check_free(config.engine.host, port, "engine")
     token = secrets.token_urlsafe(32)
     stopped = asyncio.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
@@ -74,7 +75,7 @@ async def _serve(config: RunConfig, number: int, endpoint: Path, writer: Metrics
         log.info("%s listens on %s", endpoint.stem, url)
         reporting = asyncio.create_task(_report(replica, writer))
         stack.callback(reporting.cancel)
-        await _first(stopped.wait(), replica.server.ended(), replica.engine.updates.broken.wait())
+        await _first(stopped.wait(), replica.server.ended(), _gone(replica.api), replica.engine.updates.broken.wait())
         if stopped.is_set():
             return 0
         log.critical("vLLM ended, or what it computes is unknown; this replica ends")
@@ -120,18 +121,22 @@ async def running(config: RunConfig, seed: int) -> AsyncIterator[Replica]:
     installed = check_python(engine.python)
     if (warning := untested(installed.version)) is not None:
         log.warning(warning)
+    if installed.cpu:
+        check_memory(engine.kv_memory_mib, psutil.virtual_memory().available >> 20)
     limits, canary = _limits(config), _canary(config)
     with tempfile.TemporaryDirectory(prefix="slipstream-vllm-") as folder:
         socket = Path(folder) / "vllm.sock"
-        env = environment(plugin_folder(Path(folder) / "plugin"), engine.env)
+        env = environment(plugin_folder(Path(folder) / "plugin"), engine.env, engine.capture_routing)
         argv = arguments(engine, model.resolve(), config.model.seq_len, seed, socket, installed.cpu)
-        server, api = await Server.start(engine.python, argv, env), Api(socket)
+        server, api = await Server.start(engine.python, argv, env), Api(socket, load_timeout_s=engine.load_timeout_s)
         try:
             await server.healthy(api, engine.start_timeout_s)
             log.info("vLLM %s serves %s", installed.version, model)
             capturing = engine.capture_routing and sum(map(sum, await api.call_workers("slipstream_capture"))) > 0
             rows = RowFetcher(api) if capturing else None
-            yield Replica(api, server, VllmEngine(api, limits, shapes_of(model), engine.on_update, canary, rows))
+            found = VllmEngine(api, limits, shapes_of(model), engine.on_update, canary, rows)
+            await found.updates.warm_up()
+            yield Replica(api, server, found)
         finally:
             await api.close()
             await server.stop()
@@ -169,6 +174,12 @@ async def _listening(replica: Replica, token: str, host: str, port: int) -> Asyn
         yield await listen(runner, host, port, "engine")
     finally:
         await runner.cleanup()
+
+
+async def _gone(api: Api) -> None:
+    """Returns when vLLM will not answer any more, although its process may be there."""
+    while not await api.gone():  # noqa: ASYNC110  it is another process
+        await asyncio.sleep(INTERVAL_S)
 
 
 async def _report(replica: Replica, writer: MetricsWriter) -> None:

@@ -39,13 +39,24 @@ def check_python(python: Path) -> Installed:
         ) from None
     found = json.loads(result.stdout)
     if found["version"] is None:
-        raise ConfigError(f"engine.python = {str(python)!r}: its environment has no vLLM; install it there (docs/vllm.md)")
+        raise ConfigError(
+            f"engine.python = {str(python)!r}: its environment has no vLLM; run {python} -m pip install vllm=={TESTED[-1]} xxhash "
+            "(without a GPU: docs/vllm.md)"
+        )
     if not found["xxhash"]:
         raise ConfigError(
             f"engine.python = {str(python)!r}: its environment has no xxhash, with which the weights are verified where they are loaded; "
             f"run {python} -m pip install xxhash"
         )
     return Installed(found["version"], found["cpu"])
+
+
+def check_memory(kv_mib: int, free_mib: int) -> None:
+    """Raises ConfigError. vLLM on a CPU takes memory for keys and values when it first writes there, and is killed hours later."""
+    if kv_mib > free_mib:
+        raise ConfigError(
+            f"engine.kv_memory_mib = {kv_mib}: this machine has {free_mib} MiB of free memory, where keys and values lie on a CPU; set less"
+        )
 
 
 def untested(version: str) -> str | None:

@@ -61,8 +61,8 @@ class Updates:
         self.prepared: Prepared | None = None
         self.paused = False
         """Whether vLLM stands still because somebody asked for it: then nothing can be verified."""
-        self.stamp = 0
-        """The version that vLLM samples from now, live or not."""
+        self.stamp = self.count = 0
+        """The version that vLLM samples from now, live or not; and how many were loaded until it was."""
         self.broken = asyncio.Event()
         """Set when the server is of no more use."""
         self.last_verdict: Verdict | None = None
@@ -137,15 +137,17 @@ class Updates:
         """Load it and ask the canary. None when it computes what it should, else why not."""
         version = entry.version
         await self._api.pause("abort" if self._on_update == "abort" else "keep")
+        problem = None
         try:
             await self._api.update_weights(version.path, version.fingerprint, str(version.number))
             if self._on_update == "recompute":
                 await self._api.forget_prefixes(recompute_running=True)
         except LoadFailed as error:
-            return str(error)
-        finally:
-            await self._api.resume()
-        self.stamp = version.number
+            problem = str(error)
+        await self._api.resume()
+        if problem is not None:
+            return problem
+        self.stamp, self.count = version.number, self.count + 1
         if self._canary is None:
             return None
         self.last_verdict = compare(await self._sing(self._canary.prompts), entry.logprobs, self._canary.tolerance)
@@ -153,9 +155,13 @@ class Updates:
             return None
         return f"the engine does not compute what its weights say: {self.last_verdict} (engine.canary_tolerance)"
 
+    async def warm_up(self) -> None:
+        """Have vLLM compute once. Some of its kernels are compiled in the first step, which is long for a commit that others wait for."""
+        await self._sing([np.arange(1, 9, dtype=np.int32)] if self._canary is None else self._canary.prompts)
+
     async def _sing(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """What the engine says of the canary prompts, past every cache and every queue."""
         self._canaries += 1
         bodies = [calls.canary_body(f"canary-{self._canaries}-{i}", prompt_T) for i, prompt_T in enumerate(prompts)]
-        answers = await asyncio.gather(*(self._api.generate(body) for body in bodies))
+        answers = await asyncio.gather(*(self._api.score(body) for body in bodies))
         return [calls.prompt_logprobs(prompt_T, answer) for prompt_T, answer in zip(prompts, answers, strict=True)]

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from slipstream.serving.vllm.api import Api
 from slipstream.serving.vllm.engine import Limits, VllmEngine
+from slipstream.serving.vllm.middleware import ROUTE
 from slipstream.serving.vllm.updates import Canary
 from slipstream.types import GenerateRequest, Sampling
 
@@ -30,6 +31,8 @@ class StubVllm:
         self.fail: set[str] = set()
         self.drop: set[str] = set()
         """Loading these breaks the connection."""
+        self.scored = 0
+        """Prompts."""
         self.fails_at = -1
         """The token at which a stream fails."""
         self.calls: list[str] = []
@@ -40,17 +43,24 @@ class StubVllm:
         self.canary_go = asyncio.Event()
         self.canary_go.set()
         self.aborted: dict[str, asyncio.Event] = {}
+        self.spans: dict[str, list[list[Any]]] = {}
+        """Of requests that are streamed: [version, first token]."""
+        self.health, self.health_go = 200, asyncio.Event()
+        self.health_go.set()
+        self.no_spans = False
+        """The server has no such route, as another vLLM might."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         name = body["request_id"]
         if "prompt_logprobs" in body["sampling_params"]:
+            self.scored += 1
             await self.canary_go.wait()
             rows = [None, *({str(t): {"logprob": -self.level}} for t in body["token_ids"][1:])]
             return web.json_response({"prompt_logprobs": rows})
         self.bodies.append(body)
         if body.get("stream"):
-            return await self.stream(request, body["sampling_params"]["max_tokens"])
+            return await self.stream(request, name, body["sampling_params"]["max_tokens"])
         aborted = self.aborted[name] = asyncio.Event()
         waits = [asyncio.ensure_future(self.go.wait()), asyncio.ensure_future(aborted.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -66,28 +76,34 @@ class StubVllm:
         }
         return web.json_response({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}})
 
-    async def stream(self, request: web.Request, count: int) -> web.StreamResponse:
+    async def stream(self, request: web.Request, name: str, count: int) -> web.StreamResponse:
         """Server-sent events as vLLM writes them: one a token, the last says how it ended, then usage. All but the first wait for `go`."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        spans: list[dict[str, Any]] = []
+        spans = self.spans[f"generate-tokens-{name}"] = []
         for n in range(count):
             if n:
                 await self.go.wait()
-            if not spans or spans[-1]["version"] != self.version:
-                spans.append({"version": self.version, "start": n})
-            spans[-1]["end"] = n + 1
+            if not spans or spans[-1][0] != self.version:
+                spans.append([self.version, n])
             content = [{"token_id": 3 + n, "logprob": -self.level}]
             choice = {"index": 0, "token_ids": [3 + n], "logprobs": {"content": content}, "finish_reason": None, "weight_versions": None}
             if n == self.fails_at:
                 await response.write(b'data: {"error": {"message": "out of memory", "code": 500}}\n\ndata: [DONE]\n\n')
                 return response
             if n == count - 1:
-                choice |= {"finish_reason": "length", "weight_versions": spans}
+                ends = [*(start for _, start in spans[1:]), count]
+                found = [{"version": version, "start": start, "end": end} for (version, start), end in zip(spans, ends, strict=True)]
+                choice |= {"finish_reason": "length", "weight_versions": found}
             await response.write(f"data: {json.dumps({'choices': [choice], 'usage': None})}\n\n".encode())
         usage = {"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}}
         await response.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
         return response
+
+    async def say_spans(self, request: web.Request) -> web.Response:
+        if self.no_spans:
+            return web.json_response({"error": {"message": "no attribute"}}, status=500)
+        return web.json_response({"spans": self.spans.get(request.query["id"], [])})
 
     async def update_weights(self, request: web.Request) -> web.Response:
         folder = (await request.json())["update_info"]["folder"]
@@ -114,6 +130,10 @@ class StubVllm:
         self.calls.append(f"{request.path[1:]} {request.query_string}".split("&")[0].strip())
         return web.json_response({})
 
+    async def say_health(self, _: web.Request) -> web.Response:
+        await self.health_go.wait()
+        return web.Response(status=self.health)
+
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(text='vllm:generation_tokens_total{engine="0"} 7.0\nvllm:kv_cache_usage_perc{engine="0"} 0.25\n')
 
@@ -126,7 +146,8 @@ class StubVllm:
             "/finish_weight_update": self.finish,
             **dict.fromkeys(("/pause", "/resume", "/start_weight_update", "/reset_prefix_cache"), self.note),
         }
-        app.add_routes([web.get("/metrics", self.metrics), *(web.post(path, handler) for path, handler in posts.items())])
+        app.add_routes([web.get("/health", self.say_health), web.get("/metrics", self.metrics), web.get(ROUTE, self.say_spans)])
+        app.add_routes([web.post(path, handler) for path, handler in posts.items()])
         return app
 
 

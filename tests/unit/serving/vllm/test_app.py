@@ -70,9 +70,29 @@ async def test_tokens_are_heard_as_vllm_samples_them_and_the_completion_is_whole
     assert (done.versions, done.finish_reason, done.cached_tokens) == (((1, 4),), "length", 2)
 
 
-async def test_what_comes_after_an_update_began_is_not_heard_but_stamped_in_the_completion(tmp_path):
+async def test_a_stream_goes_on_after_an_update_with_each_token_under_the_version_that_sampled_it(tmp_path):
     async with served(tmp_path) as (stub, _, client):
         stub.go.clear()
+        pieces: list[TokenPiece] = []
+        asking = asyncio.create_task(client.stream(ask("a", max_tokens=5), pieces.append))
+        await until(lambda: pieces)
+        stub.canary_go.clear()
+        updating = asyncio.create_task(swap(client, 2))
+        await until(lambda: stub.version == "2")
+        stub.go.set()
+        await asyncio.sleep(0.05)
+        assert len(pieces) == 1, "nothing is heard before the verdict"
+        stub.canary_go.set()
+        await updating
+        done = await asking
+    assert heard_in(pieces) == [(3, -1.0, 1), (4, -2.0, 2), (5, -2.0, 2), (6, -2.0, 2)]
+    assert done.tokens_N.tolist() == [3, 4, 5, 6, 7] and done.versions == ((1, 1), (2, 4))
+
+
+async def test_a_server_that_cannot_say_where_the_weights_changed_costs_the_hearing_not_the_request(tmp_path):
+    async with served(tmp_path) as (stub, _, client):
+        stub.go.clear()
+        stub.no_spans = True
         pieces: list[TokenPiece] = []
         asking = asyncio.create_task(client.stream(ask("a", max_tokens=4), pieces.append))
         await until(lambda: pieces)
@@ -81,6 +101,24 @@ async def test_what_comes_after_an_update_began_is_not_heard_but_stamped_in_the_
         done = await asking
     assert heard_in(pieces) == [(3, -1.0, 1)]
     assert done.tokens_N.tolist() == [3, 4, 5, 6] and done.versions == ((1, 1), (2, 3))
+
+
+async def test_a_stream_that_is_aborted_during_an_update_ends_without_waiting_for_the_verdict(tmp_path):
+    async with served(tmp_path) as (stub, _, client):
+        stub.go.clear()
+        stub.canary_go.clear()
+        pieces: list[TokenPiece] = []
+        asking = asyncio.create_task(client.stream(ask("a", max_tokens=4), pieces.append))
+        await until(lambda: pieces)
+        updating = asyncio.create_task(swap(client, 2))
+        await until(lambda: stub.version == "2")
+        aborting = asyncio.create_task(client.abort(["a"]))
+        stub.go.set()
+        await aborting
+        assert not updating.done() and len(pieces) == 1
+        stub.canary_go.set()
+        await updating
+        assert (await asking).tokens_N.tolist() == [3, 4, 5, 6]
 
 
 async def test_nothing_of_weights_that_turn_out_to_be_wrong_is_heard_and_another_replica_can_go_on(tmp_path):
@@ -169,10 +207,21 @@ async def test_a_commit_has_the_time_of_a_load_and_one_that_takes_longer_goes_on
         monkeypatch.setattr(client_module, "ASK_TIMEOUT_S", 60.0)
         stub.canary_go.clear()
         await client.prepare(PolicyVersion(3, "f3", None, "w3"))
-        monkeypatch.setattr(client_module, "UPDATE_TIMEOUT_S", 0.05)
-        with pytest.raises(EngineUnavailable, match=r"commit: no answer within 0.05 s"):
-            await client.commit(3)
-        monkeypatch.setattr(client_module, "UPDATE_TIMEOUT_S", 60.0)
+        async with HttpEngine(client.url, "token", update_timeout_s=0.05) as hasty:
+            with pytest.raises(EngineUnavailable, match=r"commit: no answer within 0.05 s"):
+                await hasty.commit(3)
         stub.canary_go.set()
         await swap(client, 3)
         assert (await client.state()).live_version == 3 and stub.calls.count("load w3") == 1
+
+
+async def test_a_replica_that_hangs_in_an_update_is_named_and_takes_part_again_once_it_has_it(tmp_path):
+    config = RouterConfig(update_timeout_s=0.2, patience_s=0.5)
+    async with served(tmp_path) as (stub, _, client), EnginePool(UrlSource([client.url], "token"), config) as pool:
+        stub.canary_go.clear()
+        await pool.prepare(PolicyVersion(2, "f2", None, "w2"))
+        name = client.url.removeprefix("http://")
+        with pytest.raises(EngineUnavailable, match=rf"patience_s = 0.5 s; last error: {name}: .*commit: no answer within 0.2 s"):
+            await pool.commit(2)
+        stub.canary_go.set()
+        assert (await pool.state()).live_version == 2 and stub.calls.count("load w2") == 1

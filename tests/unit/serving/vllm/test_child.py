@@ -73,12 +73,57 @@ async def test_the_server_sees_the_plugin_and_our_arguments(tmp_path):
     assert (tmp_path / "seen").read_text() == "--flag1"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it: Linux only")
-def test_the_server_ends_when_its_parent_is_killed(tmp_path):
-    folder = stand_in(tmp_path / "stand-in", "import time; time.sleep(600)")
-    command = [sys.executable, "-c", PARENT, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ), text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        os.kill(parent.pid, signal.SIGKILL)
-    wait_until(lambda: gone(pid))
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc, and the kernel's word that a parent is gone: Linux only")
+class TestNothingIsLeft:
+    """Of a server that ends at once (vLLM while it starts) above a child with shared memory that takes no hint."""
+
+    LITTER = """
+import os, subprocess, sys, time
+child = '''
+import os, signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+block = SharedMemory(create=True, size=4096)
+with open({said!r} + ".new", "w") as file:
+    file.write(f"{{os.getpid()}} {{block.name}}")
+os.rename({said!r} + ".new", {said!r})
+time.sleep(600)
+'''
+subprocess.Popen([sys.executable, "-c", child])
+while not os.path.exists({said!r}):
+    time.sleep(0.01)
+{end}
+"""
+
+    def code(self, folder: Path, end: str = "time.sleep(600)") -> str:
+        return self.LITTER.format(said=str(folder / "said"), end=end)
+
+    def litter(self, folder: Path) -> tuple[int, Path]:
+        """The child and the shared memory, once they are there."""
+        wait_until(lambda: (folder / "said").exists())
+        pid, name = (folder / "said").read_text().split()
+        return int(pid), Path("/dev/shm") / name
+
+    async def test_when_it_is_told_to_stop(self, tmp_path):
+        server = await started(tmp_path, self.code(tmp_path))
+        child, block = self.litter(tmp_path)
+        assert block.exists() and not gone(child)
+        await server.stop()
+        assert gone(server.pid) and gone(child) and not block.exists()
+
+    def test_when_its_parent_is_killed(self, tmp_path):
+        folder = stand_in(tmp_path / "stand-in", self.code(tmp_path))
+        command = [sys.executable, "-c", PARENT, str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ), text=True) as parent:
+            assert parent.stdout is not None
+            guard = int(parent.stdout.readline())
+            child, block = self.litter(tmp_path)
+            os.kill(parent.pid, signal.SIGKILL)
+        wait_until(lambda: gone(guard))
+        assert gone(child) and not block.exists()
+
+    async def test_when_it_is_killed_itself_and_its_exit_code_is_told(self, tmp_path):
+        server = await started(tmp_path, self.code(tmp_path, "os.kill(os.getpid(), 9)"))
+        assert await server.ended() == 137
+        child, block = self.litter(tmp_path)
+        assert gone(child) and not block.exists()

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from slipstream.errors import EngineBusy, EngineError, EngineUnavailable, RequestError
+from slipstream.serving.vllm import api as api_module
 from slipstream.serving.vllm import updates as updates_module
 from slipstream.serving.vllm.api import Api
 from slipstream.serving.vllm.updates import UpdateRefused
@@ -80,6 +81,13 @@ async def test_a_first_version_that_fails_leaves_nothing_live(tmp_path):
         with pytest.raises(UpdateRefused, match="live is none"):
             await swap(engine, 1)
         assert (await engine.state()).live_version == -1 and not engine.ready
+
+
+@pytest.mark.parametrize("canary", [True, False])
+async def test_what_is_slow_once_is_computed_before_anything_waits_for_it(tmp_path, canary):
+    async with stubbed(tmp_path, canary=canary) as (stub, engine):
+        await engine.updates.warm_up()
+        assert stub.scored == 1 and (await engine.state()).live_version == -1
 
 
 async def test_without_a_canary_nothing_tells(tmp_path):
@@ -214,8 +222,20 @@ async def test_a_server_that_is_gone_is_unavailable(tmp_path):
     api = Api(tmp_path / "nobody")
     with pytest.raises(EngineUnavailable, match="vLLM: /inference/v1/generate"):
         await api.generate({})
-    assert not await api.healthy()
+    assert not await api.healthy() and await api.gone()
     await api.close()
+
+
+async def test_a_server_whose_engine_is_dead_is_gone_and_one_that_is_slow_is_not(tmp_path, monkeypatch):
+    async with stubbed(tmp_path) as (stub, _):
+        api = Api(tmp_path / "s")
+        assert not await api.gone()
+        stub.health = 503
+        assert await api.gone()
+        monkeypatch.setattr(api_module, "HEALTH_TIMEOUT_S", 0.05)
+        stub.health_go.clear()
+        assert not await api.gone() and not await api.healthy()
+        await api.close()
 
 
 @pytest.mark.parametrize("logprob", [float("nan"), -9999.0])

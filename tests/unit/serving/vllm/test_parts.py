@@ -14,12 +14,12 @@ from slipstream.config import RunConfig, load, to_toml, validate
 from slipstream.config.vllm import INTERNAL, OWNED, VllmConfig
 from slipstream.errors import ConfigError, EngineError
 from slipstream.launch.run_folder import absolute
-from slipstream.serving.vllm.args import arguments
+from slipstream.serving.vllm.args import SPANS, arguments
 from slipstream.serving.vllm.canary import canary_prompts, compare
 from slipstream.serving.vllm.child import environment, plugin_folder
 from slipstream.serving.vllm.published import shapes_of, verify_fits
 from slipstream.serving.vllm.rows import cut
-from slipstream.serving.vllm.scrape import values
+from slipstream.serving.vllm.scrape import kv_cache, values
 from slipstream.serving.vllm.support import TESTED, check_python, untested
 from slipstream.transport.weights import fingerprint_file
 from slipstream.types import PolicyVersion, Routing
@@ -69,12 +69,12 @@ def test_the_cpu_build_prefills_prompts_whole():
 
 
 def test_every_other_argument_is_passed_through():
-    argv = words(
-        args={"enable_dbo": True, "max_logprobs": 5, "eplb_config": {"window_size": 2}, "middleware": ["a", "b"], "log_stats": False}
-    )
-    assert {"--enable-dbo", "--no-log-stats"} <= set(argv)
+    table, names = {"window_size": 2}, ["a", "b"]
+    argv = words(args={"enable_dbo": True, "max_logprobs": 5, "eplb_config": table, "served_model_name": names, "middleware": "x.Y"})
+    assert "--enable-dbo" in argv and "--no-log-stats" in words(args={"log_stats": False})
     assert value(argv, "--max-logprobs") == "5" and value(argv, "--eplb-config") == '{"window_size": 2}'
-    assert argv[argv.index("--middleware") :][:3] == ["--middleware", "a", "b"]
+    assert argv[argv.index("--served-model-name") :][:3] == ["--served-model-name", "a", "b"]
+    assert [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"] == ["x.Y", SPANS], "the user's and the adapter's own"
 
 
 def test_offload_and_connectors_are_passed_on_and_exclude_routing_capture():
@@ -158,6 +158,12 @@ def test_rows_are_cut_to_what_was_delivered_and_what_is_missing_is_unknown():
     assert same.ids_TLK.tolist() == ids_TLK[:4].tolist() and same.valid_T.all()
     longer = cut(rows, 2, 10)
     assert longer.ids_TLK.shape == (8, 2, 1) and longer.valid_T.tolist() == [True] * 6 + [False] * 2
+
+
+def test_what_vllm_says_of_its_kv_cache_is_what_the_router_counts_with():
+    rank = 'vllm:cache_config_info{{block_size="128",engine="{}",hash_block_size="None",mamba_block_size="16",num_gpu_blocks="{}"}} 1.0\n'
+    assert kv_cache(rank.format(0, 512)) == (128, 65536) and kv_cache(rank.format(0, 512) + rank.format(1, 256)) == (128, 98304)
+    assert kv_cache("") == (0, 0) and kv_cache(rank.format(0, "None")) == (0, 0)
 
 
 def test_vllms_metrics_are_found_and_summed_over_its_engines():
