@@ -116,7 +116,7 @@ def test_mistakes_in_either_kind_of_engine_name_the_key_as_it_is_written():
     for engine, message in (
         ({"kv_memory_mibb": 3}, r"engine\.kv_memory_mibb: unknown key; did you mean 'engine\.kv_memory_mib'"),
         ({"type": "vllm"}, r"engine\.python: this key is required"),
-        ({"type": "vllm", "python": "p", "fp8_scales": "float32"}, r"engine\.fp8_scales: unknown key"),
+        ({"type": "vllm", "python": "p", "fp8_scales": "float32"}, r"engine\.fp8_scales: a key of engine\.type = \"embedded\" only"),
         ({"type": "sglang"}, r'expected "embedded" \(the default\) or "vllm"'),
     ):
         with pytest.raises(ConfigError, match=message):
