@@ -26,7 +26,7 @@ from slipstream.models.spec import ModelSpec
 from tests.unit.engine.helpers import ask, make_engine, prompt, run, write_model
 
 BORDERLINE = 0.03
-"""Share of values that may differ two layers deep. A forgotten rounding: 0.2 and more."""
+"""Share of keys and values that may differ in the second layer. A forgotten rounding: 0.2 and more."""
 FAMILIES = {
     "moe": {"moe": True, "mlp_only_layers": []},
     "unnormalised": {"moe": True, "mlp_only_layers": [], "norm_topk_prob": False, "num_experts_per_tok": 3},
@@ -81,8 +81,6 @@ def test_it_rounds_where_the_models_own_forward_pass_rounds(folder, monkeypatch,
     assert np.mean(fused._cache.routing != own._cache.routing) < 0.01 if own._cache.routing.size else True
     assert fused.expert_load.sum() == own.expert_load.sum()
     torch.testing.assert_close(fused_logits, own_logits, rtol=0, atol=0.02)
-    if head_dtype == "auto":
-        assert differing(fused_logits, own_logits) < 2 * BORDERLINE
 
 
 def test_logits_are_rounded_to_bfloat16_unless_the_head_is_wide(tmp_path, monkeypatch):

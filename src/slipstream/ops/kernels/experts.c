@@ -24,7 +24,8 @@ INLINE void activate(const int kind, const float *row, int64_t inner, float *act
     }
 }
 
-/* to += factor · row, a sum of floats in bf16 as well. The rows of a product are added to those of their tokens here: a token may have the same expert twice. */
+/* to += factor · row, a sum of floats in bf16 as well. The rows of a product are added to those of their tokens here: a token may have the
+ * same expert twice. */
 INLINE void add_row(const int kind, const float *row, float factor, int64_t dim, float *to) {
     vec by = kept(kind, splat_wide(factor));
     for (int64_t i = 0; i < dim; i += WIDE) {
