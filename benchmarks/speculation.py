@@ -27,7 +27,7 @@ from benchmarks._texts import make, repository_texts
 from benchmarks.harness import finish, median, spread
 from slipstream.chat.tokenizer import ChatTokenizer
 from slipstream.config.serve import EngineConfig
-from slipstream.engine import engine as engine_module
+from slipstream.engine import postprocess
 from slipstream.engine.engine import EmbeddedEngine
 from slipstream.engine.sampler import SampleParams, mix_seed, sample
 from slipstream.models.spec import ModelSpec
@@ -175,11 +175,11 @@ def compare(folder: Path, dtype: str, speculation: dict[str, Any], levels: Seque
         name: EmbeddedEngine(folder, EngineConfig.model_validate(common | {"speculation": chosen}), PROMPT + REPLY)
         for name, chosen in configs.items()
     }
-    engine_module.sample = script  # pyright: ignore[reportAttributeAccessIssue]
+    postprocess.sample = script  # pyright: ignore[reportAttributeAccessIssue]
     try:
         return [measure(engines, script, texts, kind, concurrency, rounds) for kind in KINDS for concurrency in levels]
     finally:
-        engine_module.sample = sample
+        postprocess.sample = sample
 
 
 if __name__ == "__main__":

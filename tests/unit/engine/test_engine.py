@@ -87,7 +87,7 @@ def test_requests_beyond_max_waiting_are_refused_for_now(moe_folder):
 
 
 def test_a_context_longer_than_the_model_has_positions_is_a_config_error(moe_folder):
-    with pytest.raises(ConfigError, match=r"model.seq_len = 257 is more than the 256 positions"):
+    with pytest.raises(ConfigError, match=r"model.seq_len = 257 and max_position_embeddings = 256 of the model"):
         make_engine(moe_folder, seq_len=257)
 
 

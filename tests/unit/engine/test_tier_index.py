@@ -148,6 +148,15 @@ TiersMachine.TestCase.settings = settings(
 TestTiersMachine = TiersMachine.TestCase
 
 
+def test_two_contents_of_a_key_in_the_shared_folder_both_count():
+    machine = TiersMachine()
+    numbers, versions = (0, 1, 4, 3, 0, 2, 5, 1, 3, 0, 4, 2, 1, 0), (0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    for number, version in zip(numbers, versions, strict=True):
+        machine.save(number=number, version=version)
+        machine.budgets_hold_and_books_agree()
+    machine.teardown()
+
+
 def test_the_least_recently_used_block_goes_first():
     tier = Tier("ram", 3 * SIZE, SIZE)
     for number in range(3):

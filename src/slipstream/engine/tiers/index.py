@@ -54,6 +54,12 @@ class Tier:
         self._places[key] = place
         self._places.move_to_end(key)
 
+    def put_aside(self, key: bytes) -> bytes:
+        """What the tier has for this key stays, under the name that `by_name` gives to all but the usable one: the name."""
+        place = self._places.pop(key)
+        self.put(name := key + _suffix(place), place)
+        return name
+
     def drop(self, key: bytes) -> None:
         """Forget it."""
         self._places.pop(key, None)
@@ -73,8 +79,7 @@ class Tier:
 
         In order of keys, which depends on no clock.
         """
-        for key in [key for key in self._places if key not in found]:
-            del self._places[key]
+        self._places = OrderedDict((key, found[key]) for key in self._places if key in found)
         for key in sorted(found.keys() - self._places.keys(), reverse=True):
             self._places[key] = found[key]
             self._places.move_to_end(key, last=False)
@@ -85,11 +90,11 @@ class Tier:
 
 
 def by_name(found: Iterable[tuple[bytes, Place]], is_ours: Callable[[Place], bool]) -> dict[bytes, Place]:
-    """Names for what a store has: the key, and where it has several contents for one, key and place for all but the usable one."""
+    """Names for what a store has: the key, and where it has several contents for one, key and place for all but the newest usable one."""
     names: dict[bytes, Place] = {}
     for key, place in found:
         other = names.get(key)
-        if other is not None and is_ours(place):
+        if other is not None and is_ours(place) and not (is_ours(other) and other.version > place.version):
             names[key + _suffix(other)] = other
             names[key] = place
         else:

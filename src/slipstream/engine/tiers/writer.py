@@ -105,6 +105,10 @@ class Writer:
         health.worked()
         with contents.lock:
             old = tier.get(key)
+            if name == SHARED and old is not None:  # another engine may have put it there, or need it yet
+                own, aside = key in self.written, tier.put_aside(key)
+                if own:
+                    self.written[aside] = None
             tier.put(key, place)
             if name == SHARED:
                 self.written[key] = None
