@@ -120,21 +120,32 @@ class Supervisor:
             if code is None or (code == 0 and not spec.restart):
                 continue
             if spec.restart:
-                self._restart(name, code)
+                self._restart(self._first_to_die(name))
             elif len(dump := _dump(spec)) > self._dumped[name]:
                 self._thaw(spec, dump[self._dumped[name] :])
             else:
                 raise RoleDied(f"{name} {how_ended(code)}. {self._words(name)}")
 
-    def _restart(self, name: str, code: int) -> None:
-        now = time.monotonic()
+    def _members(self, name: str) -> list[str]:
+        """Of its group, or itself alone."""
+        group = self._specs[name].group
+        return [other for other, spec in self._specs.items() if other == name or (group and spec.group == group)]
+
+    def _first_to_die(self, name: str) -> str:
+        """Of the group of a process that has ended: one that a signal has ended, where there is one. The others end because it is gone."""
+        codes = {member: self._processes[member].poll() for member in self._members(name)}
+        return next((member for member, code in codes.items() if code is not None and code < 0), name)
+
+    def _restart(self, name: str) -> None:
+        now, code = time.monotonic(), self._processes[name].poll()
+        assert code is not None
         recent = [t for t in self._restarts[name] if now - t < RESTART_WINDOW_S]
         if len(recent) >= MAX_RESTARTS or self._failed_at_start(name):
             raise RoleDied(f"{name} {how_ended(code)} {len(recent) + 1} times. {self._words(name)}")
         self._restarts[name] = [*recent, now]
         what = f"it and the rest of {group} again" if (group := self._specs[name].group) else "it again"
         self._on_event(f"{name} {how_ended(code)}; starting {what} ({len(recent) + 1}/{MAX_RESTARTS})")
-        members = [other for other, spec in self._specs.items() if other == name or (group and spec.group == group)]
+        members = self._members(name)
         _end([self._processes[member] for member in members], GROUP_GRACE_S)
         self._ports.pop(group, None)  # something may be left on it
         for member in members:

@@ -11,7 +11,7 @@ import pytest
 from slipstream.launch.local import RoleDied, Supervisor
 from slipstream.launch.run_folder import held
 from slipstream.launch.topology import ProcessSpec
-from tests.waiting import wait_until
+from tests.waiting import HUNG_S, wait_until
 
 
 def script(text: str) -> tuple[str, ...]:
@@ -180,13 +180,18 @@ def test_roles_end_when_their_supervisor_is_killed(folder):
         assert (folder / "ended").exists()
 
 
-def test_when_one_of_a_group_dies_all_of_it_starts_again_and_meets_elsewhere(folder):
-    """The others cannot go on without it, and may be waiting for something; engines of no group, or of another one, are left alone."""
-    starts = folder / "starts"
+@pytest.mark.parametrize("notices", [False, True], ids=["waits", "notices"])
+def test_when_one_of_a_group_dies_all_of_it_starts_again_and_meets_elsewhere(folder, notices):
+    """The others cannot go on without it: they wait for something, or end, and are not what died. Engines of no group, or of another one,
+    are left alone."""
+    starts, gone = folder / "starts", folder / "gone"
     engine = f"""
-        import os, time
+        import os, sys, time
         open({str(starts)!r}, "a").write(os.environ["NAME"] + " " + os.environ.get("MASTER_PORT", "-") + "\\n")
-        time.sleep(600)
+        while os.environ["NAME"] != "a0" or not os.path.exists({str(gone)!r}):
+            time.sleep(0.02)
+        os.remove({str(gone)!r})
+        sys.exit(1)
     """
     trainer = f"import os, time\nwhile not os.path.exists({str(starts)!r}) or open({str(starts)!r}).read().count('a') < 4: time.sleep(0.05)"
     groups = {"a0": "a", "a1": "a", "b0": "b", "alone": ""}
@@ -199,6 +204,9 @@ def test_when_one_of_a_group_dies_all_of_it_starts_again_and_meets_elsewhere(fol
         if not killed and starts.exists() and starts.read_text().count("\n") == 4:
             os.kill(supervisor._processes["a1"].pid, signal.SIGKILL)
             killed.append(True)
+            if notices:
+                gone.touch()
+                assert supervisor._processes["a0"].wait(HUNG_S) == 1
 
     supervisor.run(on_poll=kill_once)
     started = [line.split() for line in starts.read_text().splitlines()]
