@@ -38,9 +38,13 @@ from slipstream.trainer.team import Team, follow
 from slipstream.transport.codec import encode_batch
 from slipstream.transport.files import write_durably
 from slipstream.transport.folder import Finish, FolderInbox, batch_path, list_batches
+from slipstream.transport.weights import retire
 from slipstream.types import Batch
 
 HEARTBEAT_S = 5.0
+KEPT_AGAIN = 4
+"""Versions before the newest that stay while batches are trained again after a crash. They come as fast as the trainer can, and the
+orchestrator, which retires versions otherwise, may be waiting for its engines meanwhile: a full disk would be the end."""
 BETWEEN_S = 600.0
 """How long the leading process may be busy between two steps, beyond the wait for a batch."""
 
@@ -76,6 +80,8 @@ class RlTrainer:
         self._inbox = FolderInbox(run_folder)
         self._saving: progress.Saving | None = None
         self._checkpointed = -1
+        self._trained_before = 0
+        """Up to here batches were there when the role began."""
         self._stopping = False
         self._waited_s = self._beat_s = self._begun_s = self._held_s = 0.0
 
@@ -98,6 +104,8 @@ class RlTrainer:
                 break
             self._train(batch)
             self._publish()
+            if self.step < self._trained_before:
+                retire(self.run_folder / "weights", self.step - KEPT_AGAIN)
             self._settle()
             if self.config.checkpoint.interval and self.step % self.config.checkpoint.interval == 0:
                 self._checkpoint()
@@ -201,7 +209,8 @@ class RlTrainer:
             self.now = progress.load(self.team, found)
             self._checkpointed = self.step
             self.metrics.event("resumed", step=self.step)
-        first = min(list_batches(self.run_folder), default=self.step + 1)
+        steps = list_batches(self.run_folder)
+        first, self._trained_before = min(steps, default=self.step + 1), max(steps, default=0)
         if first > self.step + 1:
             start = f"the checkpoint of step {self.step}" if found else "nothing: it has no checkpoint"
             raise ModelError(

@@ -132,6 +132,12 @@ def test_batches_after_the_checkpoint_are_trained_again_to_the_same_versions(tmp
     assert trained == [1, 2, 3, 4, 5, 3, 4, 5]
 
 
+def test_versions_of_batches_that_were_there_before_do_not_fill_the_disk(tmp_path, model):
+    folder = write_run(run_config(tmp_path, model))
+    train(folder, *range(1, 13))
+    assert list_versions(folder / "weights") == [7, 8, 9, 10, 11, 12]
+
+
 def test_a_checkpoint_carries_the_orchestrators_state_of_its_batch_and_frees_the_batches_it_covers(tmp_path, model):
     folder = write_run(run_config(tmp_path / "run", model, checkpoint={"interval": 1, "keep_last": 2}))
     train(folder, 1, 2, 3, 4)
