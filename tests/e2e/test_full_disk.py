@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, with room for the most that the run holds at one time: three checkpoints of 10 MiB, a few weight versions of
-    3.4 MiB, deleted ones that an engine still reads, the ledger."""
+    """A file system of its own, with room for the most that the run holds at one time: three checkpoints of 10 MiB, a few weight versions
+    of 3.4 MiB, deleted ones that an engine still reads, the ledger."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(folder)], capture_output=True, check=False)
