@@ -79,7 +79,7 @@ class Blocks:
             end = at + part.shape[1]
             part[block] = raw[at:end]
             at = end
-        self._routing[block] = raw[at:-4]
+        self._routing[block] = raw[at:-VERSION_BYTES]
         self._cache.versions_N[block] = version_of(raw)
 
     def write_many(self, blocks: Sequence[int], rows: np.ndarray) -> None:
@@ -89,8 +89,8 @@ class Blocks:
             end = at + part.shape[1]
             part[blocks] = rows[:, at:end]
             at = end
-        self._routing[blocks] = rows[:, at:-4]
-        self._cache.versions_N[blocks] = rows[:, -4:].copy().view(np.int32)[:, 0]
+        self._routing[blocks] = rows[:, at:-VERSION_BYTES]
+        self._cache.versions_N[blocks] = rows[:, -VERSION_BYTES:].copy().view(np.int32)[:, 0]
 
     def version(self, block: int) -> int:
         """The policy version that wrote it."""

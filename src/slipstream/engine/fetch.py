@@ -15,6 +15,7 @@ Knows nothing of where blocks come from; what is in the books of the pool is che
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,8 +57,8 @@ class Fetch(Protocol):
         """Where block `index` came from: a key of `Completion.cached_by_tier`."""
         ...
 
-    def cancel(self) -> None:
-        """Nobody wants it any more; `write` is not called again. Loading may end when it likes."""
+    def cancel(self, late: bool) -> None:
+        """Nobody wants it any more (`late`: its time is up); `write` is not called again. Loading may end when it likes."""
         ...
 
 
@@ -231,7 +232,7 @@ class Fetches:
         return self._close(pending)
 
     def _close(self, pending: Pending) -> list[Running]:
-        pending.fetch.cancel()
+        pending.fetch.cancel(late=time.perf_counter() >= _deadline(pending))
         self._pending.remove(pending)
         self._pool.release([*pending.prefix, *pending.blocks])
         return [pending.sequence, *pending.followers]

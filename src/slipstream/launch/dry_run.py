@@ -5,7 +5,7 @@ What is printed is the resolved run file, with all else in comments. Nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from slipstream.config import RunConfig, to_toml
 from slipstream.config.serve import EngineConfig
@@ -45,9 +45,9 @@ def _all(inputs: Inputs, resume: bool, clean: bool) -> Iterator[Check]:
     yield "ports", lambda: check_ports(config, vars(inputs).get("envs", ()))
 
 
-def _asked(check: object, found: list[SlipstreamError]) -> str:
+def _asked(check: Callable[[], object], found: list[SlipstreamError]) -> str:
     try:
-        said = check()  # type: ignore[operator]
+        said = check()
     except SlipstreamError as error:
         found.append(error)
         return "REFUSED, see the error"

@@ -57,7 +57,7 @@ class FakeFetch:
     def tier(self, index: int) -> str:
         return "peer"
 
-    def cancel(self) -> None:
+    def cancel(self, late: bool) -> None:
         self.cancelled = True
 
 

@@ -48,7 +48,7 @@ class AnyFetch:
         self.written = written
         return written
 
-    def cancel(self) -> None:
+    def cancel(self, late: bool) -> None:
         self.source.fetches.remove(self)
 
 

@@ -193,7 +193,7 @@ def test_when_one_of_a_group_dies_all_of_it_starts_again_and_meets_elsewhere(fol
         os.remove({str(gone)!r})
         sys.exit(1)
     """
-    trainer = f"import os, time\nwhile not os.path.exists({str(starts)!r}) or open({str(starts)!r}).read().count('a') < 4: time.sleep(0.05)"
+    trainer = f"import os, time\nwhile not os.path.exists({str(starts)!r}) or open({str(starts)!r}).read().count('a') < 5: time.sleep(0.05)"
     groups = {"a0": "a", "a1": "a", "b0": "b", "alone": ""}
     specs = [ProcessSpec(name, script(engine), {"NAME": name}, restart=True, group=group) for name, group in groups.items()]
     events: list[str] = []

@@ -126,7 +126,7 @@ class HandoffFetch:
     def tier(self, index: int) -> str:
         return "peer"
 
-    def cancel(self) -> None:
+    def cancel(self, late: bool) -> None:
         if not self._open:
             return
         self._open = False

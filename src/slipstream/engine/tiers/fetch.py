@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +25,8 @@ class TierFetch:
         self._payloads: list[np.ndarray | None] = [None] * count
         self._tiers = [""] * count
         self._written = 0
-        self._late_at, self._late = 0.0, lambda: None
-
-    def late_after(self, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` when it is given up unfinished after so long, less a tenth: who gives up began to count a little earlier."""
-        self._late_at, self._late = time.monotonic() + 0.9 * seconds, late
+        self.on_late: Callable[[], None] = lambda: None
+        """Called when its time is up before everything is there."""
 
     @property
     def ready(self) -> bool:
@@ -56,10 +52,10 @@ class TierFetch:
     def tier(self, index: int) -> str:
         return self._tiers[index]
 
-    def cancel(self) -> None:
+    def cancel(self, late: bool) -> None:
         self.cancelled = True
-        if not self.arrived and time.monotonic() >= self._late_at:
-            self._late()
+        if late and not self.arrived:
+            self.on_late()
 
     # ---- called by the hierarchy ----
 

@@ -107,7 +107,7 @@ class Tiers:
         """What is in RAM is there at once; the rest becomes work for the reader."""
         contents = self.contents
         work = Work(fetch := TierFetch(self._blocks, len(keys), wake, contents.counts))
-        fetch.late_after(self.timeout_s, lambda: self._late(work))
+        fetch.on_late = lambda: self._late(work)
         with contents.lock:
             for i, key in enumerate(keys):
                 name = contents.where(key)
